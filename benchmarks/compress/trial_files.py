@@ -3,7 +3,7 @@
 The models and what is measured are described in frontier_tasks.py. *File MB* is the size of ``model.safetensors``.
 Rows other than float32 and bfloat16 are ``pr.compress`` with an average number of bits for each eligible weight,
 embeddings and heads included. *Unseen*, of an encoder, is the correlation for the half of the held-out glosses with the
-largest share of tokens that no calibration batch contains. *CPU s*, *stated* and *peak MB* are those of
+largest share of tokens that no calibration batch contains. *CPU s* and *peak MB* are those of
 trial_frontier.py. One CPU thread; the file of results is written after every row.
 """
 
@@ -74,7 +74,6 @@ def run(task: str, quick: bool, bits: Sequence[float] = BITS) -> Iterator[dict[s
             model.eval(),
             rel_error=figure(report.measured_error),
             cpu_s=figure(seconds),
-            stated_mb=figure(report.extra_bytes / 1e6),
             peak_mb=peak_mb,
             tables=" ".join(f"{name}:{form}" for name, form in forms.items()),
         )

@@ -11,10 +11,9 @@ in as many bytes; *by time* asks for a speed in place of a size; *int8 inputs* r
 *+ healing* is a distillation: 500 steps on the same batches for quantized layers; for low-rank ones, which have more to
 learn, 640 steps on four times as many others besides. No row uses labels.
 
-Times are CPU seconds of compressing, healing included. ``stated_mb`` is the peak memory that is announced
-beforehand, over what the process holds then and with the model's own forward and backward, and ``peak_mb`` by how much
-the process's memory rose at most. Rows are kept in the cache: a row is computed again if its options changed, or with
---again.
+Times are CPU seconds of compressing, healing included. ``peak_mb`` is by how much the process's memory rose at most,
+and ``stated_mb`` what earlier versions predicted for it. Rows are kept in the cache: a row is computed again if its
+options changed, or with --again.
 """
 
 __all__ = ["CASES", "Case", "kept_model", "rise_mb", "run"]
@@ -209,7 +208,6 @@ def _compress(task: str, subject: Subject, case: Case, quick: bool) -> tuple[dic
         "kept": round(kept, 4),
         "rel_error": "" if error is None else figure(error),
         "cpu_s": figure(seconds),
-        "stated_mb": figure(report.extra_bytes / 1e6) if report.extra_bytes else 0,
         "peak_mb": peak_mb,
         "forms": " ".join(f"{form}:{count}" for form, count in counted.most_common()),
     }

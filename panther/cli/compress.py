@@ -5,8 +5,6 @@ __all__ = ["add_parser", "run"]
 import argparse
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +26,13 @@ from panther.integrations.folders.beside import check_beside, copy_beside
 from panther.integrations.folders.sentence_transformers import loader_of, model_folder
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch import nn
 
 _log = logging.getLogger(__name__)
 _CONFIG = "compression.config:CompressConfig"
 _FOLDER = "integrations.folders.compress:compress_folder"
 _SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
-_STREAMED = ("scratch_dir", "max_disk_bytes", "blocks")
-_UNIT = 5  # one of five batches is held out for checks
+_STREAMED = ("scratch_dir", "blocks")
 
 
 def add_parser(commands: Any) -> None:
@@ -80,8 +76,6 @@ def run(args: argparse.Namespace) -> int:
     with current_folder_importable():
         model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     model_out = _model_out(args)
     raise_if_ended()
     try:
@@ -129,8 +123,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
         check_beside(Path(args.model), Path(args.out))
     if args.stream and not is_folder:
         raise PantherError(f"--stream reads the blocks of a folder of transformers, and {args.model} is not a folder")
-    if not args.stream and _num_ranks() > 1:
-        raise PantherError(f"one process compresses a model in memory, and {_num_ranks()} are started: add --stream")
+    if _num_ranks() > 1:
+        raise PantherError(f"one process compresses a model, and {_num_ranks()} are started: start one, without launch")
     if not is_folder and not names_function(args.model):
         raise PantherError(
             f"{args.model} is not a folder, and not of the form module:function: give one of the two (nothing is "
@@ -198,10 +192,7 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
         if not args.stream:
             return pr.compress(model, **settings)
         settings |= given_settings(args, _FOLDER, *_STREAMED)
-        with _joined_ranks() as group:
-            if group is not None:
-                settings["calibration"] = _share_of_batches(calibration, group.rank(), group.size())
-            return pr.compress_folder(args.model, args.out, group=group, **settings)
+        return pr.compress_folder(args.model, args.out, **settings)
 
 
 def _model_out(args: argparse.Namespace) -> Path:
@@ -218,38 +209,3 @@ def _size(args: argparse.Namespace) -> str:
 def _num_ranks() -> int:
     """Return the number of ranks that torchrun or ``panther launch`` has started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
-@contextmanager
-def _joined_ranks() -> "Iterator[dist.ProcessGroup | None]":
-    """Yield the group of all ranks, or None if there is one process."""
-    if _num_ranks() == 1:
-        yield None
-        return
-    import torch.distributed as dist
-
-    from panther.distributed import init, shutdown
-
-    init()
-    try:
-        yield dist.group.WORLD
-    finally:
-        shutdown()
-
-
-def _share_of_batches(batches: Any, rank: int, count: int) -> Sequence[Any]:
-    """Return the batches of a rank, in fives, so that the ranks hold out the batches that one process does.
-
-    Raises:
-        PantherError: If there are too few.
-    """
-    batches = list(batches)
-    fives = [batches[start : start + _UNIT] for start in range(0, len(batches), _UNIT)]
-    if len(fives) > 1 and len(fives[-1]) < _UNIT:
-        fives[-2:] = [[*fives[-2], *fives[-1]]]
-    if len(fives) < count:
-        raise PantherError(
-            f"{len(batches)} batches are too few for {count} ranks, because each rank needs {_UNIT}: start fewer "
-            "ranks, or make smaller batches"
-        )
-    return [batch for five in fives[rank * len(fives) // count : (rank + 1) * len(fives) // count] for batch in five]

@@ -48,7 +48,6 @@ class Outcome:
         notes: Further deviations from the arguments, with reasons.
         allow_slower: Whether layers may be slower than the dense ones; otherwise there is a warning.
         output: Name of the tensor of the model's output that is compared.
-        disk_bytes: Predicted peak of the bytes that were kept on disk.
     """
 
     survey: Survey
@@ -63,7 +62,6 @@ class Outcome:
     notes: Sequence[str] = ()
     allow_slower: bool | None = None
     output: str = ""
-    disk_bytes: int = 0
 
     def without_fits(self) -> Self:
         """Return the same without the tensors of the fits."""
@@ -97,8 +95,6 @@ def install_layers(model: nn.Module, outcome: Outcome) -> CompressionReport:
         measured_speedup=measured.speedup,
         measured_latency_s=measured.latency_s,
         passes=fits.passes,
-        memory=fits.memory,
-        disk_bytes=outcome.disk_bytes,
         seed=outcome.seed,
         output=outcome.output,
     )
@@ -255,8 +251,6 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     one to three widths ``2 m n (m + n)`` flops a weight.
     Weights are fitted a second time, with a larger ridge, where the error on the held-out batches is over three times
     the predicted error.
-    The predicted peak memory of each phase is logged beforehand (logger ``panther.compression``, level INFO) and is in
-    the report. It includes the memory of the model's forward and backward, which is measured on the largest batch.
 
     Example:
         A network that has learnt handwritten digits, which scikit-learn (extra ``demo``) brings:
@@ -318,7 +312,7 @@ def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
         measured = measure(runner, prepared.survey.targets, replacement, speed=config.measure_speed)
         outcome = Outcome(
             prepared.survey, prepared.allocation, replacement, config.method, seed, prepared.fits, measured,
-            allow_slower=config.allow_slower, output=runner.output_name, disk_bytes=runner.disk_bytes,
+            allow_slower=config.allow_slower, output=runner.output_name,
         )  # fmt: skip
         notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
         if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):

@@ -3,7 +3,6 @@
 __all__ = ["SIZES", "CompressConfig", "HealConfig", "SketchConfig", "form_settings"]
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from difflib import get_close_matches
@@ -76,12 +75,6 @@ class HealConfig(Settings):
     max_steps: int = 300
     """Optimizer steps; each step takes one batch (on every rank of a group)."""
 
-    max_seconds: float | None = None
-    """Seconds that healing may take, checks and the runs that it continues included; it can exceed them by a step.
-
-    The learning rate then falls to zero by whichever bound comes first, and the result depends on the machine's speed.
-    None bounds the steps only."""
-
     learning_rate: float | None = None
     """Peak of the schedule: the rate rises during a tenth of the steps, and then falls to zero along a cosine.
 
@@ -113,18 +106,10 @@ class HealConfig(Settings):
     None chooses the number with which checks are a twentieth of the cost, but at most a quarter of ``max_steps`` or 25,
     whichever is larger. The last step is always checked."""
 
-    checkpoint_dir: str | os.PathLike[str] | None = None
-    """Folder for checkpoints, written at each check, and for the log; if the folder holds this run, it is resumed."""
-
-    trackers: tuple[Literal["jsonl", "tensorboard", "mlflow"], ...] = ("jsonl",)
-    """Where records go besides the report; they need ``checkpoint_dir``."""
-
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
         self.train_config(seed=0, progress=False)
-        if self.max_seconds is not None and not 0 < self.max_seconds < math.inf:
-            raise ConfigError(f"max_seconds={self.max_seconds} must be positive and finite: None is for no bound")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay} must be at least 0 and finite: use 0 for none")
 
@@ -143,22 +128,16 @@ class HealConfig(Settings):
     def train_config(self, *, seed: int, progress: bool, scaled: bool = False, held_out: int = 1) -> TrainConfig:
         """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""
         settings = {entry.name: getattr(self, entry.name) for entry in fields(TrainConfig) if hasattr(self, entry.name)}
-        interval = settings["validate_every_n_steps"] = self.check_interval(held_out)
-        if self.max_seconds is None:
-            settings |= {"schedule": "cosine", "warmup_steps": self.warmup_steps}
-        else:
-            settings |= {"schedule": "callback", "warmup_steps": 0}  # only healing measures the elapsed time
+        settings["validate_every_n_steps"] = self.check_interval(held_out)
         if scaled:
             settings["mixed_precision"] = "fp16"
         return TrainConfig(
             **settings,
+            schedule="cosine",
             strategy="ddp",
             find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
             on_nonfinite="skip",
             log_every_n_steps=1,
-            checkpoint_every_n_steps=None if self.checkpoint_dir is None else interval,
-            checkpoint_asynchronously=False,
-            run_name="healing",
             progress=progress,
             seed=seed,
         )

@@ -1,8 +1,7 @@
 """Healing: a short run of the Trainer that distils the original into a compressed model, on unlabelled batches.
 
 The parameters with the smallest held-out loss are kept, the ones before the first step included. Healing ends early if
-it diverges (at a loss that is not finite, or a held-out loss above twice the best one) or if its time is used up. The
-learning rate falls with the larger of two shares: the share of the steps and the share of the time.
+it diverges, at a loss that is not finite, or a held-out loss above twice the best one.
 
 Parameters differ in size by orders of magnitude, and AdamW moves every entry by about its learning rate. Unless the
 user gives a rate, each parameter therefore has a rate relative to its size, as in N. Shazeer and M. Stern, "Adafactor",
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,24 +28,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from panther._process_settings import ignored_warnings
 from panther._torch import parameters_of, refresh_flat_weights
-from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.masks import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import Runner, floating_tensor
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import replace_modules, swap_modules
 from panther.compression.config import HealConfig
 from panther.compression.forms import Replacement
-from panther.compression.memory import KEPT_OUTPUT_BYTES
 from panther.compression.report import HealResult
 from panther.distributed import get_world_size
-from panther.distributed.comm.agreement import agree, describe_settings, gather_objects, run_on_first_rank
-from panther.errors import CompressionError, DistributedError, FormatError
-from panther.files import read_json, write_json
+from panther.distributed.comm.agreement import agree, describe_settings, gather_objects
+from panther.errors import CompressionError, DistributedError
 from panther.nn.protocol import CompressedModule
 from panther.nn.quantized.state import train_scales_
 from panther.train import Callback, Trainer
-from panther.train.coordination import sum_over_ranks
-from panther.train.optimization.optimizer import learning_rate_factor
 from panther.train.trackers import ProgressLines
 
 
@@ -71,7 +64,6 @@ class Distillation(nn.Module):
 
     Attributes:
         trained: The parameters to train, by their names in the compressed model.
-        kept_bytes: Bytes that :meth:`keep` predicted for the outputs of the original that are kept.
         scaled: Whether the Trainer has to scale the loss, because gradients in float16 overflow and underflow.
     """
 
@@ -104,7 +96,7 @@ class Distillation(nn.Module):
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._blocks = blocks_of(model, set(replacement)) if config.match == "hidden" else []
         self._kept: dict[int, list[list[Tensor]]] = {}  # outputs of the original model, by the index of the batch
-        self._remaining_bytes = self.kept_bytes = 0
+        self._remaining_bytes = 0
 
     def keep(self, limit: int) -> None:
         """Keep the outputs of the original model and of its blocks, instead of computing them in each step.
@@ -112,11 +104,7 @@ class Distillation(nn.Module):
         Outputs of as many batches as fit into ``limit`` bytes are kept, beginning with the held-out batches, which are
         read first.
         """
-        # The sizes of the remaining outputs are predicted from the output of one batch, in proportion to the inputs.
-        # That output is not kept, because the Trainer may compute it under autocast.
-        size = _bytes(self._run_original(first := len(self.runner.batches)))
-        entries = [entries_of(batch) for batch in self.batches]
-        self._remaining_bytes, self.kept_bytes = limit, min(size * sum(entries) // max(entries[first], 1), limit)
+        self._remaining_bytes = limit
 
     def place(self, *, student: bool) -> None:
         """Put the new layers and trained values into the model, or restore the original layers and parameters."""
@@ -245,6 +233,7 @@ _BETAS = (0.9, 0.95)  # after 200 steps, the loss was 2 to 6 % smaller than with
 # diverges at first, from a loss of 0.298 to 0.464.
 _FACTOR_RATE, _OTHER_RATE = 0.01, 0.003
 _LEAST_BIAS = 0.01  # smallest root mean square that the rate of a bias is relative to; a bias may be zero
+_KEPT_OUTPUT_BYTES = 2**30  # for the original's outputs, if at least twice as many bytes are free
 _DIVERGED = 2.0  # a held-out loss above this multiple of the best one is divergence
 _log = logging.getLogger(__name__)
 
@@ -275,15 +264,17 @@ def heal(
         # Without a batch size, because each index stands for an entire batch.
         batches = DataLoader(_Stream(shuffled(training, config.max_steps, seed)), batch_size=None)
         checked = DataLoader(_Stream(torch.arange(training, total)), batch_size=None)
-        _check_identity(distillation, config)
-        distillation.keep(runner.spare_bytes(KEPT_OUTPUT_BYTES))
-        _log.info(
-            "healing: at most %d steps%s, a check every %d; outputs of the original kept: %.0f MB, of %d batches",
-            config.max_steps, "" if config.max_seconds is None else f" and {config.max_seconds:g} s",
-            settings.validate_every_n_steps, distillation.kept_bytes / 1e6, total,
-        )  # fmt: skip
+        if get_world_size() > 1:
+            agree(
+                "heal",
+                partial(_identity, distillation, config),
+                None,
+                "load the same weights and pass the same arguments on every rank",
+            )
+        distillation.keep(runner.spare_bytes(_KEPT_OUTPUT_BYTES))
+        _log.info("healing: at most %d steps, a check every %d", config.max_steps, settings.validate_every_n_steps)
         groups = _groups(distillation, replacement, config)
-        progress = _Progress(distillation, checked, config, [group["lr"] for group in groups], began)
+        progress = _Progress(distillation, checked)
         optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=config.weight_decay)
         lines = [] if runner.show else [ProgressLines("healing: ", every_s=10.0)]
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress, *lines])
@@ -295,7 +286,7 @@ def heal(
             distillation.place(student=False)
         progress.restore_()
         (error,) = runner.errors([distillation.student], "error, healed")
-    return progress.result(trainer, error), distillation.write_
+    return progress.result(trainer, error, time.perf_counter() - began), distillation.write_
 
 
 def check_ranks(group: dist.ProcessGroup | None) -> None:
@@ -351,65 +342,22 @@ def shuffled(count: int, steps: int, seed: int) -> Tensor:
 
 
 class _Progress(Callback):
-    """The state of healing: the best values, whether the run diverged, and the time it took."""
+    """The state of healing: the best values, and whether the run diverged."""
 
-    def __init__(
-        self,
-        distillation: Distillation,
-        held_out: DataLoader[Tensor],
-        config: HealConfig,
-        peaks: list[float],
-        began: float,
-    ) -> None:
+    def __init__(self, distillation: Distillation, held_out: DataLoader[Tensor]) -> None:
         self._values, self._held_out = list(distillation.values), held_out
-        self._config, self._kept_bytes = config, distillation.kept_bytes
-        self._peaks = peaks
-        self._began = began
         self.best = [value.detach().clone() for value in self._values]
         self.loss_before = self.best_loss = math.nan
         self.best_step = 0
         self.diverged = False
-        self.earlier_s = 0.0  # time of the runs that this run continues
-        self.start_s = self.reserved_s = 0.0  # time before the first step, and time needed after the last step
-
-    def elapsed_s(self) -> float:
-        """Return the seconds since healing began."""
-        return self.earlier_s + time.perf_counter() - self._began
 
     def on_start(self, trainer: Trainer) -> None:
-        if math.isnan(self.loss_before):  # a resumed run has this loss already
-            begin = time.perf_counter()
-            self.loss_before = self.best_loss = trainer.evaluate(self._held_out)["loss"]
-            if not math.isfinite(self.loss_before):
-                raise CompressionError(
-                    f"the loss on the held-out batches is {self.loss_before} before the first step and must be finite: "
-                    "look for NaN or infinite values in the model's output, or in float16 that overflows"
-                )
-            self.start_s = self.elapsed_s()
-            # After the last step, a check and the measurement of the error each take as long as this evaluation.
-            self.reserved_s = 2 * (time.perf_counter() - begin)
-        trainer.stop = self.diverged
-        self._advance(trainer)
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        self._advance(trainer)
-
-    def _advance(self, trainer: Trainer) -> None:
-        """If the time is bounded, set the learning rate of the next step by the elapsed time, or stop."""
-        config = self._config
-        if config.max_seconds is None:
-            return
-        # All ranks must stop at the same step, and have the same learning rate in each.
-        times = sum_over_ranks((self.elapsed_s(), self.start_s, self.reserved_s))
-        elapsed, start, reserved = (total / get_world_size() for total in times)
-        available = config.max_seconds - start - reserved
-        share = (elapsed - start) / available if available > 0 else 1.0
-        if share >= 1:
-            trainer.stop = True
-        step = min(1.0, max(share, trainer.step / config.max_steps)) * config.max_steps
-        factor = learning_rate_factor("cosine", step, config.max_steps, config.warmup_steps)
-        for group, peak in zip(trainer.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * min(factor, 1.0)
+        self.loss_before = self.best_loss = trainer.evaluate(self._held_out)["loss"]
+        if not math.isfinite(self.loss_before):
+            raise CompressionError(
+                f"the loss on the held-out batches is {self.loss_before} before the first step and must be finite: "
+                "look for NaN or infinite values in the model's output, or in float16 that overflows"
+            )
 
     def on_skip(self, trainer: Trainer) -> None:
         self.diverged = trainer.stop = True
@@ -425,20 +373,13 @@ class _Progress(Callback):
         elif not loss <= _DIVERGED * self.best_loss:  # NaN too
             self.diverged = trainer.stop = True
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return state | {"earlier_s": self.elapsed_s()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-
     @torch.no_grad()
     def restore_(self) -> None:
         """Restore the values with the smallest held-out loss."""
         for value, best in zip(self._values, self.best, strict=True):
             value.copy_(best)
 
-    def result(self, trainer: Trainer, error: float) -> HealResult:
+    def result(self, trainer: Trainer, error: float, seconds: float) -> HealResult:
         """Return the figures of the finished run."""
         checked = {record["step"]: record.get("validation_loss") for record in trainer.history}
         steps = [(record["step"], record["loss"]) for record in trainer.history if "loss" in record]
@@ -450,45 +391,17 @@ class _Progress(Callback):
             best_step=self.best_step,
             diverged=self.diverged,
             history=tuple((step, loss, checked[step]) for step, loss in steps),
-            seconds=self.elapsed_s(),
-            kept_bytes=self._kept_bytes,
+            seconds=seconds,
         )
 
 
-def _check_identity(distillation: Distillation, config: HealConfig) -> None:
-    """Raise on every rank unless all ranks, and the run in the checkpoint folder, have the same arguments and model."""
-    runner, settings = distillation.runner, asdict(config) | {"seed": distillation.seed}
-    folder, _ = settings.pop("checkpoint_dir"), settings.pop("trackers")
-    identity = describe_settings(settings) | {
-        name: f"{tuple(p.shape)} {p.dtype}" for name, p in distillation.trained.items()
-    }
+def _identity(distillation: Distillation, config: HealConfig) -> dict[str, str]:
+    """Return what has to be equal on all ranks: the arguments, the trained parameters, and the original's values."""
     checksum = 0
-    for parameter in runner.model.parameters():
+    for parameter in distillation.runner.model.parameters():
         checksum = zlib.crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
-    identity["the original"] = f"checksum {checksum:08x}"
-    if get_world_size() > 1:
-        agree("heal", lambda: identity, None, "load the same weights and pass the same arguments on every rank")
-    if folder is not None:
-        identity["batches"] = repr(gather_objects((len(runner.batches), len(runner.held_out)), None))
-        run_on_first_rank(partial(_check_folder, Path(folder), identity), None)
-
-
-def _check_folder(folder: Path, identity: dict[str, str]) -> None:
-    path = folder / "healing.json"
-    try:
-        stored = dict(read_json(path))
-    except (OSError, ValueError, TypeError) as error:  # no run began here, or a run was killed while it wrote the file
-        if any(folder.glob("step-*")):
-            raise FormatError(
-                f"checkpoint_dir={folder} has checkpoints of an unknown run ({error}): give a new folder"
-            ) from None
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, identity)
-        return
-    differing = [name for name in identity | stored if stored.get(name) != identity.get(name)]
-    if differing:
-        differences = ", ".join(f"{n.rstrip('=')} {stored.get(n)} instead of {identity.get(n)}" for n in differing[:3])
-        raise FormatError(
-            f"checkpoint_dir={folder} holds a different run ({differences}): give a new folder, or delete this one to "
-            "start from the beginning"
-        )
+    return {
+        **describe_settings(asdict(config) | {"seed": distillation.seed}),
+        **{name: f"{tuple(p.shape)} {p.dtype}" for name, p in distillation.trained.items()},
+        "the original": f"checksum {checksum:08x}",
+    }

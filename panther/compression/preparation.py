@@ -240,7 +240,7 @@ def _fit_with_care(
     def fit_with_ridge(ridge: float) -> Fits:
         return fit_targets(
             runner, survey, config.form_settings, options, limit, memory=config.statistics_memory_bytes,
-            keep=config.sequential, heal=config.heal, seed=seed, ridge=ridge,
+            keep=config.sequential, seed=seed, ridge=ridge,
         )  # fmt: skip
 
     return fit_and_allocate(fit_with_ridge, allocation_of)

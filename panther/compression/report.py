@@ -27,7 +27,7 @@ class HealResult:
     """
 
     steps: int
-    """Number of steps: fewer than ``max_steps`` only if healing diverged or its time was used up."""
+    """Number of steps: fewer than ``max_steps`` only if healing diverged."""
 
     loss_before: float
     """Mean loss on the held-out batches before the first step; each rank counts the same number of batches."""
@@ -50,10 +50,7 @@ class HealResult:
     (None if the step was not checked). Steps that were skipped because they were not finite are not listed."""
 
     seconds: float = field(compare=False)
-    """Seconds that healing took, including the runs that this run continued."""
-
-    kept_bytes: int = field(compare=False)
-    """Bytes of the original's outputs that were kept instead of computing them in every step, as logged beforehand."""
+    """Seconds that healing took."""
 
 
 @dataclass(frozen=True)
@@ -156,19 +153,8 @@ class CompressionReport:
     """Number of passes over the calibration batches in which moments were gathered."""
     output: str = ""
     """The tensor of the model's output that was compared, as an expression; empty without calibration."""
-    memory: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Predicted peak memory of each phase, in bytes on top of the memory before the call: ``"moments"`` of the batches,
-    ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. The memory of the model's own forward and
-    backward was measured on the largest batch. Code of libraries that load on first use is not included."""
-    disk_bytes: int = field(default=0, compare=False)
-    """Predicted peak of the bytes that :func:`panther.compress_folder` keeps on disk until its end; 0 in memory."""
     seed: int = 0
     """The seed of the call, drawn if none was given."""
-
-    @property
-    def extra_bytes(self) -> int:
-        """Return the largest predicted peak memory of all phases in bytes, as logged before the first phase."""
-        return max(self.memory.values(), default=0)
 
     @property
     def eligible_bytes_before(self) -> int:
@@ -226,11 +212,6 @@ class CompressionReport:
             slower = f", slower layers: {len(self.slower)} of {len(self.layers)}" if self.slower else ""
             latency = "" if self.measured_latency_s is None else f", {1e3 * self.measured_latency_s:.3g} ms a batch"
             lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{latency}{slower}")
-        if self.memory:
-            phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in self.memory.items())
-            lines.append(f"peak memory, as predicted  {format_bytes(self.extra_bytes)} ({phases})")
-        if self.disk_bytes:
-            lines.append(f"peak of the files kept meanwhile, as predicted  {format_bytes(self.disk_bytes)}")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
             (
@@ -267,7 +248,6 @@ class CompressionReport:
             "eligible_bytes_before",
             "eligible_bytes_after",
             "healed_error",
-            "extra_bytes",
         )
         return asdict(self) | {
             "skipped": [entry._asdict() for entry in self.skipped],

@@ -103,9 +103,6 @@ def test_a_loss_that_is_not_finite_is_divergence():
     ("values", "match"),
     [
         ({"max_steps": 0}, "max_steps=0 must be at least 1"),
-        ({"max_seconds": 0}, "max_seconds=0.0 must be positive and finite: None is for no bound"),
-        ({"max_seconds": math.inf}, "max_seconds=inf must be positive and finite"),
-        ({"max_seconds": "1 h"}, "max_seconds='1 h' must be a number, not str"),
         ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number, not float"),
         ({"max_steps": None}, "max_steps=None must be a whole number, not NoneType"),
         ({"validate_every_n_steps": -1}, "validate_every_n_steps=-1 must be at least 1"),
@@ -117,7 +114,6 @@ def test_a_loss_that_is_not_finite_is_divergence():
         ({"mixed_precision": "fp8"}, "'fp8' is unknown: use one of"),
         ({"match": "logits"}, "match='logits' is unknown: use one of 'hidden', 'output'"),
         ({"train": "none"}, "train='none' is unknown: use one of 'factors', 'all'"),
-        ({"checkpoint_dir": 3}, "checkpoint_dir=3 must be a string, not int"),
         ({"steps": 3}, "'steps' is not a setting of HealConfig: did you mean 'max_steps'"),
         ({"lr": 1e-3}, "did you mean 'learning_rate'"),
     ],

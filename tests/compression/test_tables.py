@@ -184,8 +184,3 @@ def test_healing_trains_the_shared_scales_once(tmp_path):
     pr.save_compressed(model, tmp_path)
     batch = tokens()[0]
     assert torch.equal(pr.load_compressed(tmp_path, copy.deepcopy(original))(batch), model(batch))
-
-
-def test_predicted_memory_includes_tables():
-    _, _, report = compressed(Language(), bits=4.5)
-    assert report.memory["moments"] > 8 * (2 * WIDTH**2 + 3 * ROWS)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from measuring import assert_holds_one_checkpointed_call
 from panther.kernels.cpu.sketched import JoinedProduct
 from panther.kernels.ops import library, sketched
@@ -21,7 +22,6 @@ from torch.nn import functional as F
 import panther as pr
 from panther import kernels
 from panther.compression.calibration import steps
-from panther.compression.memory import LiveBytes
 from panther.distributed.advisor.cost.model import Layout, estimate
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.comm import collectives

@@ -259,7 +259,7 @@ batches = [{"input_ids": torch.randint(36000, (2, 32), generator=generator)} for
 options = {"calibration": batches, "forms": "int8", "bits": 8.3, "seed": 0}
 report = pr.compress_folder(sys.argv[1], sys.argv[2], progress=False, **options)
 ended.set()
-print(peak - before, report.extra_bytes / 1e6, report.bytes_before, report.bytes_after)
+print(peak - before, report.bytes_before, report.bytes_after)
 """
 
 
@@ -276,7 +276,6 @@ def test_a_model_of_half_a_gigabyte_takes_300_megabytes(tmp_path):
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "source"), str(tmp_path / "target")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not result.returncode, result.stderr
-    peak, stated, dense_bytes, compressed_bytes = map(float, result.stdout.split())
+    peak, dense_bytes, compressed_bytes = map(float, result.stdout.split())
     assert peak < 300
-    assert 0.8 < stated / peak < 1.4  # 1.1 on an idle machine; on a busy one, the readings can miss the peak
     assert compressed_bytes < dense_bytes / 3.8

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import nn
 
 import panther as pr
-from panther.compression.memory import LiveBytes
 from panther.nn import QuantizedLinear
 from panther.nn.specs import module_names_of
 

@@ -3,7 +3,6 @@
 __all__ = [
     "WIDTH",
     "Block",
-    "checkpointed_options",
     "compressed",
     "data",
     "distance",
@@ -95,7 +94,3 @@ def distance(model, new, batches):
         wanted = copy.deepcopy(model).eval()(x).double()
         swap_modules(model, new)
     return ((output - wanted).square().mean() / wanted.var()).item()
-
-
-def checkpointed_options(tmp_path):
-    return {"checkpoint_dir": tmp_path / "healing", "validate_every_n_steps": 7, "max_steps": 21}

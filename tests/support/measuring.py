@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.utils.checkpoint
+from live_bytes import LiveBytes
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from panther.compression.memory import LiveBytes
 from panther.distributed import CommunicationCounter
 from panther.nn.base import SketchedModule
 

@@ -6,7 +6,7 @@ numbers as every other forward of this batch, and the same state of the model.
 """
 
 __all__ = [
-    "MOMENTS", "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error", "resident_bytes",
+    "MOMENTS", "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error",
     "return_freed_memory", "row_blocks", "squares",
 ]  # fmt: skip
 
@@ -14,7 +14,6 @@ import ctypes
 import dataclasses
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -137,18 +136,13 @@ class Runner:
         rank: The rank in the group; 0 without one.
         first_number: Number of the first batch among those of all ranks, which are in the order of the ranks.
         show: Whether progress is shown.
-        resident_bytes: Bytes of the process's own memory before anything ran.
         output_name: Expression for the place of the compared tensor in the model's output; empty before the first run.
         is_streaming: Whether steps are parts of the model, and what is kept for long is kept in files.
-        keeps_moments: Whether the files have room for the moments of all weights, until the weights are fitted.
-        disk_bytes: Predicted peak of the bytes of these files.
         difference: Relative difference of two outputs of the model for one batch; None before an error is measured. It
             is not zero if the model draws from a generator that is not seeded here.
     """
 
     is_streaming = False
-    keeps_moments = False
-    disk_bytes = 0
 
     def __init__(
         self,
@@ -165,7 +159,6 @@ class Runner:
         self.loss_fn, self.rank = loss_fn, 0 if group is None else dist.get_rank(group)
         self.show = sys.stderr.isatty() if progress is None else progress
         self._logged_phases: set[str] = set()
-        self.resident_bytes = resident_bytes()
         self.batches: list[Any] = []
         self.held_out: list[Any] = []
         self.output_name = ""
@@ -355,43 +348,12 @@ class Runner:
         """
         return make()
 
-    def divide(self, targets: Sequence[Target]) -> Sequence[Target]:
-        """Return the weights that this rank fits; a runner that streams divides them among the ranks."""
-        return targets
-
-    def exchange(self, values: dict[Target, _Item], names: Mapping[Target, str]) -> dict[Target, _Item]:
-        """Return the values of the weights of all ranks, and fetch the remembered values of these names from them."""
-        return values
-
     def progress_of(self, name: str) -> tuple[int, Any] | None:
         """Return the part after which the work on a remembered value was saved last, and what was saved."""
         return None
 
     def save_progress(self, name: str, part: int, value: Any) -> None:
         """Save the work on a remembered value, after all steps of a part; only a runner that streams does so."""
-
-    def check_disk(
-        self,
-        name: str,
-        sizes: Mapping[Target, tuple[int, int]],
-        measured: Sequence[Any],
-        new_layers: int,
-        *,
-        gradients: bool,
-    ) -> None:
-        """Check that the disk has room for what a runner that streams keeps there, and set ``keeps_moments``.
-
-        Args:
-            name: The name of the weights and options, as for :meth:`remembered`.
-            sizes: The bytes of the fit and of the moments of each weight.
-            measured: The batch of each pass in which losses of the fitted weights will be measured.
-            new_layers: Bytes that all new layers may take.
-            gradients: Whether there are moments of gradients.
-        """
-
-    def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
-        """Return the sets of targets of each part of the model; here the model is one part."""
-        return [list(inputs)]
 
     def steps(
         self,
@@ -623,19 +585,6 @@ def free_bytes(device: torch.device) -> int | None:
         with suppress(OSError, ValueError):  # "max" where there is no limit
             free.append(max(int(Path(limit).read_text()) - int(Path(usage).read_text()), 0))
     return min(free, default=None)
-
-
-def resident_bytes() -> int:
-    """Return the bytes of memory of this process's own, or 0 if the system does not report it.
-
-    Pages of mapped files do not count: the system drops them where memory is short.
-    """
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except OSError:
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory() -> None:

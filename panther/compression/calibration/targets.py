@@ -192,13 +192,6 @@ class WeightKind:
         """Return the loss of codes for each position, up to a factor that depends on their width alone."""
         raise NotImplementedError
 
-    def work_bytes(self, target: "Target", num_widths: int, heap: float) -> int:
-        """Return the bytes of the metric of a weight, and of the products and factors that are computed from it.
-
-        ``heap`` is the factor by which the memory of small blocks exceeds their bytes.
-        """
-        raise NotImplementedError
-
     # New layers
 
     def code_bytes(self, target: "Target", width: int | None, rank: int, group_size: int | None) -> int:

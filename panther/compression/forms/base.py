@@ -292,7 +292,6 @@ class Fits:
         settings: The forms that were fitted.
         moments: Moments of each target, kept for fitting in sequence.
         passes: Passes over the batches.
-        memory: Predicted peak memory of each phase, in bytes.
         comparable: Whether losses are in units of the output's squared norm.
         calibration_notes: Reasons why the batches do not suffice for some layers.
         ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
@@ -304,7 +303,6 @@ class Fits:
     settings: FormSettings = field(default_factory=lambda: FormSettings(default_forms()))
     moments: Mapping[Target, Any] = field(default_factory=dict)
     passes: int = 0
-    memory: Mapping[str, int] = field(default_factory=dict)
     comparable: bool = False
     calibration_notes: tuple[str, ...] = ()
     ridge: float = RIDGE

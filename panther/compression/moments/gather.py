@@ -230,7 +230,7 @@ class Gathered:
     Attributes:
         inputs: The targets, in sets that share an input.
         summaries: What is left of the moments of each target after the fit.
-        moments: The moments of the targets that this rank fits, as their kinds have them.
+        moments: The moments of the targets, as their kinds have them.
         energy: The sum of the output's squares over all batches.
         state: What :func:`gather_moments` needs to continue after this in another process.
     """
@@ -370,8 +370,7 @@ class _Gathering:
                 moments[target] = moments[sums.leader]
         moments = self.runner.kept(moments)  # the weights are fitted one after another, and their moments wait
         summaries = {t: Summary(each.positions, each.constant, each.tokens) for t, each in moments.items()}
-        fitted_here = self.runner.divide(list(moments))
-        return Gathered(groups, summaries, {target: moments[target] for target in fitted_here}, energy, self._state())
+        return Gathered(groups, summaries, moments, energy, self._state())
 
 
 def _gradient_levels(runner: Runner, targets: Sequence[Target], seed: int, gradients: bool) -> dict[Target, float]:

@@ -5,7 +5,7 @@ new layers with the layers that they replace.
 """
 
 __all__ = [
-    "Measured", "Trials", "batches_of_losses", "convert_all", "convert_in_sequence", "convert_target", "measure",
+    "Measured", "Trials", "convert_all", "convert_in_sequence", "convert_target", "measure",
     "model_speed",
 ]  # fmt: skip
 
@@ -191,66 +191,26 @@ class Trials:
         To first order, a change :math:`\delta` of a layer's output changes the model's output by :math:`J \delta`.
         With the gradient :math:`g = J^T r` of a normal direction r, the squares of :math:`g^T \delta` of the samples
         have the mean :math:`\lVert J \delta \rVert^2`. A backward pass measures all layers, so the cost is linear in
-        their number. Samples are the entries of the output's first dimension. Weights that no batch reaches, or whose
-        outputs in the first batch are not divided into samples, are left out.
+        their number. Samples are the entries of the output's first dimension. Weights that no batch reaches are left
+        out.
         """
         self._make([choice])
-        new, passes = self._replacement(choice), self._passes()
-        after, saved = self._runner.progress_of(name) or (None, None)
-        if saved is None:
-            undivided = self._undivided(list(choice))
-            targets = [target for target in choice if target not in undivided]
-            most = max((self._runner.num_samples(batch) for batch, _ in passes), default=0)
-            # Allocated now: small tensors that live between activations would keep malloc from joining freed blocks.
-            products = torch.zeros(len(targets), len(passes), most, dtype=torch.float64)
-            # Squares and numbers of calls; last, those of the output.
-            saved = targets, products, torch.zeros(len(targets) + 1, 2, dtype=torch.float64)
-        targets, products, sums = saved
+        new, passes, targets = self._replacement(choice), self._passes(), list(choice)
+        most = max((self._runner.num_samples(batch) for batch, _ in passes), default=0)
+        # Allocated now: small tensors that live between activations would keep malloc from joining freed blocks.
+        products = torch.zeros(len(targets), len(passes), most, dtype=torch.float64)
+        sums = torch.zeros(len(targets) + 1, 2, dtype=torch.float64)  # squares and numbers of calls; last, the output's
+        after, (products, sums) = self._runner.progress_of(name) or (None, (products, sums))
         rows = dict(zip(targets, zip(products, sums, strict=False), strict=True))
         for step in self._runner.steps(passes, targets, gradients=True, description="losses of layers", after=after):
             self._add_step(step, new, rows, sums[-1])
             if step.number == len(passes) - 1:
-                self._runner.save_progress(name, step.part, saved)
+                self._runner.save_progress(name, step.part, (products, sums))
         sums[:-1, 0] = products.square().sum((1, 2))
         self._runner.sum_([sums])
         energy = sums[-1, 0].item()
         squares_and_calls = zip(targets, sums[:-1].tolist(), strict=True)
         return {target: total / energy for target, (total, calls) in squares_and_calls if calls and energy > 0}
-
-    def _undivided(self, targets: Sequence[Target]) -> set[Target]:
-        """Return the targets whose outputs in the first batch are not divided into samples.
-
-        Sizes alone do not tell: a table of positions can have as many rows as the batch has samples, or a multiple. The
-        output of one sample is therefore sent back, and no gradient may be outside of this sample.
-        """
-        undivided: set[Target] = set()
-        num_samples = sample = 0
-
-        def note(target: Target, module: nn.Module, x: Tensor, further: Further) -> Receive | None:
-            def receive(gradient: Tensor) -> None:
-                if (axis := _sample_axis(gradient, num_samples)) is None:
-                    undivided.add(target)
-                    return
-                is_reached = gradient.movedim(axis, 0).reshape(num_samples, -1).any(1)
-                is_reached[sample] = False
-                if is_reached.any():
-                    undivided.add(target)
-
-            return receive if target.kind.tokens_of(further) is None else None
-
-        for step in self._runner.steps([(self._runner.batches[0], self._seed)], targets, gradients=True):
-            with watched(step.targets, note, self._runner.model) as watch, torch.enable_grad():
-                output = step.forward()
-                if output is not None:
-                    if output.dim() == 0 or len(output) < 2:
-                        continue
-                    num_samples, sample = len(output), len(output) // 2
-                    is_sample = torch.arange(num_samples, device=output.device) == sample
-                    output = torch.where(is_sample.view(-1, *[1] * (output.dim() - 1)), output, output.detach())
-                step.backward(output, watch)
-        flags = torch.tensor([target in undivided for target in targets], dtype=torch.float64)
-        self._runner.sum_([flags])
-        return {target for target, flag in zip(targets, flags.tolist(), strict=True) if flag}
 
     def _passes(self) -> list[tuple[Any, int]]:
         """Return batches, each with the seed of a direction: those of this rank among the first ones of all ranks."""
@@ -307,17 +267,12 @@ class Trials:
             step.backward(output, watch)
 
 
-def batches_of_losses(runner: Runner) -> list[Any]:
-    """Return the batch of each pass that measures losses, as far as all batches have as many samples as the first."""
-    num_passes = min(_MOST_PASSES, -(-_PAIRS // max(runner.num_samples(runner.batches[0]), 1)))
-    return [batch for batch in runner.batches for _ in range(_DIRECTIONS)][:num_passes]
-
-
 def _sample_axis(output: Tensor, num_samples: int) -> int | None:
     """Return the dimension of a layer's output that has the samples, alone or as the outer part; None if there is none.
 
     The dimension is the first but the last one with the right size. Rows of all samples may also follow each other. An
-    output that is not divided into samples can have such sizes by chance; ``Trials._undivided`` finds these.
+    output that is not divided into samples can have such sizes by chance. The loss of its layer is then wrong by up to
+    the largest ratio, and the choice that this makes is used only if its held-out error is smaller.
     """
     sizes = output.shape[:-1]
     if num_samples in sizes:

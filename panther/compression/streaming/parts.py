@@ -128,10 +128,6 @@ class Parts:
         record: _Record = self._spool.read(_file_name(place, batch_number))
         return record
 
-    def num_bytes(self, place: int, batch_number: int) -> int:
-        """Return the bytes of the results of a part for a batch, which are kept."""
-        return self._spool.size(_file_name(place, batch_number))
-
 
 def _file_name(place: int, batch_number: int) -> str:
     return f"{RESULTS}{place}-{batch_number}"
@@ -442,11 +438,6 @@ class ResultGradients:
             else:
                 number, place, _ = map(int, name.removeprefix(self._prefix).split("-"))
                 self._names[number, place] = name
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the gradients that wait."""
-        return self._spool.size_of(self._prefix)
 
     def add(self, number: int, sender: int, leaves: Mapping[tuple[int, int], Tensor]) -> None:
         """Add the gradients of leaves to those of the results that the leaves are; ``sender`` is the part that ran."""

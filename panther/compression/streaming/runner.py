@@ -2,43 +2,36 @@
 
 __all__ = ["StreamingRunner", "compress_streamed"]
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._descriptions import describe_function
-from panther._text import format_bytes
 from panther._version import __version__
 from panther.compression._compress import compress_with, plain_tensors
-from panther.compression.calibration.batches import entries_of
 from panther.compression.calibration.descriptions import described_batches, shortened
 from panther.compression.calibration.eligibility import check_adapters, check_model
 from panther.compression.calibration.model_state import without_compiled_blocks
-from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
+from panther.compression.calibration.runner import Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
 from panther.compression.calibration.targets import Selector, Target, holder_of
 from panther.compression.config import CompressConfig
-from panther.compression.memory import TargetFiles, predict_disk_bytes
 from panther.compression.report import CompressionReport
-from panther.compression.streaming.parts import RESULTS, PartRun, Parts, ResultGradients, checked_part_modules
+from panther.compression.streaming.parts import PartRun, Parts, ResultGradients, checked_part_modules
 from panther.compression.streaming.source import SourceFiles
-from panther.compression.streaming.spool import BLOCK, Spool, check_free, freed_blocks_returned, full_disk
+from panther.compression.streaming.spool import Spool, freed_blocks_returned
 from panther.errors import CompressionError
-from panther.files.tensors import bytes_of
 from panther.sketch import check_seed
 
-_log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
-_NOT_COMPARED = ("calibration", "group", "progress", "seed")  # fields of the settings
 _AFTER = "-after-"  # in the names of files, between the name of a value and the part after which its work was saved
+_NOT_COMPARED = ("calibration", "group", "progress", "seed")  # fields of the settings
 
 
 class StreamingRunner(Runner):
@@ -55,24 +48,21 @@ class StreamingRunner(Runner):
         *args: Any,
         scratch: Path,
         blocks: Selector | Sequence[Selector] | None = None,
-        max_disk_bytes: int | None = None,
         source: SourceFiles | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._source = source
-        self._blocks, self._max_disk_bytes = blocks, max_disk_bytes
-        self.spool = spool = Spool(scratch, lambda number: min(self.gathered(number)))
+        self._blocks = blocks
+        self.spool = spool = Spool(scratch)
         self._parts: Parts | None = None
         self._is_within = False
-        self._num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         modules = {f"module {name}": module for name, module in self.model.named_modules()}
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         spool.references |= modules | {f"tensor {name}": tensor for name, tensor in tensors}
         self.output_name = spool.notes.get("output_name", "")
         self.difference = spool.notes.get("difference")
         self._num_samples = {int(number): count for number, count in spool.notes.get("num_samples", {}).items()}
-        self._gradient_bytes = spool.notes.get("gradient_bytes", 0)  # the largest of the gradients for the first batch
 
     def kept(self, value: _Value) -> _Value:
         """Return the same value, with its tensors in files."""
@@ -103,47 +93,6 @@ class StreamingRunner(Runner):
         value: _Value = self.spool.read(name)
         return value
 
-    def divide(self, targets: Sequence[Target]) -> Sequence[Target]:
-        """Return the weights that this rank fits: those that take longest go round by round to all ranks."""
-        costs = {target: target.dense_numbers * (target.inner + target.outer) for target in targets}
-        ordered = sorted(targets, key=costs.__getitem__, reverse=True)
-        fitted_here = set(ordered[self.rank :: self._num_ranks])
-        return [target for target in targets if target in fitted_here]
-
-    def exchange(self, values: dict[Target, _Value], names: Mapping[Target, str]) -> dict[Target, _Value]:
-        """Return the values of the weights of all ranks, and fetch the remembered values of these names from them."""
-        if self.group is None:
-            return values
-        of_names = {target.name: target for target in names}
-        all_values: dict[Target, _Value] = {}
-        for rank, rank_values in enumerate(self.gathered({target.name: value for target, value in values.items()})):
-            for target_name, value in rank_values.items():
-                all_values[of_names[target_name]] = value
-                self._send(names[of_names[target_name]], rank)
-        return {target: all_values[target] for target in names}
-
-    def _send(self, name: str, rank: int) -> None:
-        """Send a file from a rank to all others."""
-        is_sender = rank == self.rank
-        size = self.gathered(self.spool.size(name) if is_sender else 0)[rank]
-
-        def received() -> Iterator[memoryview]:
-            contents, remaining = self.spool.blocks(name) if is_sender else iter(()), size
-            while remaining:
-                block = torch.empty(min(BLOCK, remaining), dtype=torch.uint8)
-                if is_sender:
-                    block = torch.frombuffer(bytearray(next(contents)), dtype=torch.uint8)
-                moved = block.to(self.device)
-                dist.broadcast(moved, group=self.group, group_src=rank)
-                remaining -= len(block)
-                yield bytes_of(moved)
-
-        if is_sender:
-            for _ in received():
-                pass
-        else:
-            self.spool.receive(name, received())
-
     def progress_of(self, name: str) -> tuple[int, Any] | None:
         """Return the part after which the work on a remembered value was saved last, and what was saved."""
         for saved in self.spool.names(f"{name}{_AFTER}"):
@@ -151,9 +100,7 @@ class StreamingRunner(Runner):
         return None
 
     def save_progress(self, name: str, part: int, value: Any) -> None:
-        """Save the work on a remembered value, after all steps of a part. Ranks may have no steps, and do not save."""
-        if self.group is not None:
-            return
+        """Save the work on a remembered value, after all steps of a part."""
         before = self.spool.names(f"{name}{_AFTER}")
         self.spool.write(f"{name}{_AFTER}{part}", value)
         for saved in before:
@@ -161,16 +108,14 @@ class StreamingRunner(Runner):
         self._commit()
 
     def check_source(self, *, is_end: bool = False) -> None:
-        """Raise CompressionError on all ranks if the files of the weights have changed on one of them."""
-        change = "" if self._source is None else self._source.change(is_end=is_end)
-        if self._source is not None and (changes := [each for each in self.gathered(change) if each]):
-            raise CompressionError(changes[0])
+        """Raise CompressionError if the files of the weights have changed."""
+        if self._source is not None and (change := self._source.change(is_end=is_end)):
+            raise CompressionError(change)
 
     def _commit(self) -> None:
         self.check_source()  # so that nothing counts that was made of something else
         self.spool.notes |= {
             "output_name": self.output_name, "difference": self.difference, "num_samples": self._num_samples,
-            "gradient_bytes": self._gradient_bytes,
         }  # fmt: skip
         self.spool.commit()
 
@@ -199,10 +144,7 @@ class StreamingRunner(Runner):
         result_gradients = ResultGradients(self.spool, description or "other", is_new=after is None)
         for place in self.over(places[::-1], description, 0.0) if description else places[::-1]:
             return_freed_memory()
-            waiting_bytes = result_gradients.num_bytes
             yield from self._backward_steps(parts, passes, numbers, place, places_of, result_gradients)
-            if numbers == [0]:
-                self._gradient_bytes = max(self._gradient_bytes, waiting_bytes + result_gradients.num_bytes)
         result_gradients.remove()
 
     def _forward_steps(
@@ -279,8 +221,8 @@ class StreamingRunner(Runner):
                 missing = [number for number in batches if not parts.is_recorded(earlier, number)]
                 for number in missing:
                     parts.run(partial(self.output, batches[number]), earlier, number, record=True)
-                if description and (missing or self.group is not None):
-                    self._commit()  # all ranks do so; without a description some of them may not be here
+                if description and missing:
+                    self._commit()
 
     def _divide(self, targets: Sequence[Target]) -> Parts:
         """Return the parts of the model, which are found at the first call."""
@@ -297,92 +239,8 @@ class StreamingRunner(Runner):
                     self.spool,
                 ),
             )
-            if len(set(orders := self.gathered(tuple(names[module] for module in calls)))) > 1:
-                raise CompressionError(
-                    f"the model calls {len(orders[0])} blocks for the first batch of rank 0, and others for that of "
-                    "another rank: blocks that depend on the batch cannot be run one by one; compress it in memory, "
-                    "with pr.compress"
-                )
             self._parts = Parts(calls, names, self.spool)
         return self._parts
-
-    def check_disk(
-        self,
-        name: str,
-        sizes: Mapping[Target, tuple[int, int]],
-        measured: Sequence[Any],
-        new_layers: int,
-        *,
-        gradients: bool,
-    ) -> None:
-        """Predict the bytes of the files, log them, and raise CompressionError if the disk has less."""
-        keeps_moments, needed, phases = self.remembered(
-            name, partial(self._plan_disk, sizes, measured, new_layers, gradients=gradients)
-        )
-        self.disk_bytes, self.keeps_moments = max(self.disk_bytes, needed), keeps_moments
-        if not keeps_moments:
-            for file in self.spool.names(MOMENTS):
-                self.spool.remove(file)
-            _log.info("the disk has no room for the moments of all weights: each weight is fitted in all widths")
-        described = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in phases.items())
-        _log.info("predicted peak of the files that are kept on disk: %s (%s)", format_bytes(needed), described)
-        check_free(self.gathered(self.spool.needs(needed)))
-
-    def _plan_disk(
-        self, sizes: Mapping[Target, tuple[int, int]], measured: Sequence[Any], new_layers: int, *, gradients: bool
-    ) -> tuple[bool, int, dict[str, int]]:
-        """Return whether the disk has room for the moments of all weights, the peak of the files, and its phases."""
-        parts = self._divide(list(sizes))
-        last = len(parts.calls) - 1
-        targets = []
-        for target, (fit, moments) in sizes.items():
-            places = self._places_of(parts, target) or [0 if gradients else last]
-            targets.append(TargetFiles(fit, moments, [last - place if gradients else place for place in places]))
-        results = sum(self._scaled(parts.num_bytes(place, 0), self.batches) for place in range(last))
-        # Of an earlier fit with another ridge, there are fits, and maybe moments, which no fit changes.
-        present = self.spool.num_bytes - self.spool.size_of(RESULTS) - self.spool.size_of(MOMENTS)
-        for keeps_moments in (True, False):
-            phases = predict_disk_bytes(
-                targets,
-                last + 1,
-                results,
-                self._scaled(self._gradient_bytes, self.batches),
-                self._scaled(self._gradient_bytes, measured),
-                new_layers,
-                keeps_moments=keeps_moments,
-            )
-            needed = present + max(phases.values())
-            if self._has_room(needed):
-                break
-        limit, minimum = self._max_disk_bytes, max(self.gathered(needed))
-        if limit is not None and limit < minimum:
-            raise CompressionError(
-                f"max_disk_bytes={limit:,} is too little, because what is kept on disk takes {minimum:,} bytes at "
-                "least: give as much, or fewer or shorter batches"
-            )
-        return keeps_moments, needed, phases  # if the disk is too small even so, check_disk says that
-
-    def _has_room(self, needed: int) -> bool:
-        """Return whether the files may take this number of bytes, on the disks of all ranks."""
-        folders = self.gathered(self.spool.needs(needed))
-        limit = self._max_disk_bytes
-        return full_disk(folders) is None and (limit is None or all(each.needed <= limit for each in folders))
-
-    def _scaled(self, num_bytes: int, batches: Iterable[Any]) -> int:
-        """Return the bytes for batches of what takes ``num_bytes`` for the first batch.
-
-        Results and gradients have a row for each token, as the tensors of a batch do.
-        """
-        return int(num_bytes * sum(map(entries_of, batches)) / max(entries_of(self.batches[0]), 1))
-
-    def divided(self, inputs: Sequence[Sequence[Target]]) -> list[list[Sequence[Target]]]:
-        """Return the targets of each part, which have their moments at the same time."""
-        targets = [target for group in inputs for target in group]
-        parts = self._divide(targets)
-        divided: dict[int, list[Sequence[Target]]] = {}
-        for target in targets:
-            divided.setdefault(min(self._places_of(parts, target), default=0), []).append([target])
-        return [divided[place] for place in sorted(divided)]
 
     def _places_of(self, parts: Parts, target: Target) -> list[int]:
         """Return the places of the parts that contain a target."""
@@ -396,7 +254,6 @@ def compress_streamed(
     scratch: Path,
     source: SourceFiles | None = None,
     blocks: Selector | Sequence[Selector] | None = None,
-    max_disk_bytes: int | None = None,
 ) -> CompressionReport:
     """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
 
@@ -409,7 +266,6 @@ def compress_streamed(
         scratch: The folder, which belongs to this call.
         source: The files of the weights, which must not change.
         blocks: The modules that run as blocks, as ``include`` selects layers; None finds them by the model's structure.
-        max_disk_bytes: Bytes that the files of this process may take; None is all that the disk has free.
 
     Raises:
         CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; if the files of the
@@ -419,27 +275,24 @@ def compress_streamed(
     check_adapters(model)
     with freed_blocks_returned(), plain_tensors() as forward_device, without_compiled_blocks(model):
         runner = StreamingRunner(
-            model, config.calibration, config.forward_fn, config.mask_fn, config.group, config.progress,
-            config.loss_fn, forward_device, scratch=scratch, blocks=blocks,
-            max_disk_bytes=max_disk_bytes, source=source,
+            model, config.calibration, config.forward_fn, config.mask_fn, None, config.progress, config.loss_fn,
+            forward_device, scratch=scratch, blocks=blocks, source=source,
         )  # fmt: skip
         spool = runner.spool
         description = {
-            "source": f"{source}", "blocks": _described_setting(blocks), "max_disk_bytes": f"{max_disk_bytes}",
-            **_described(config, runner),
+            "source": f"{source}", "blocks": _described_setting(blocks), **_described(config, runner),
         }  # fmt: skip
         before = spool.notes.setdefault("description", description)
         seed = spool.notes.setdefault("seed", check_seed(config.seed))
         if config.seed not in (None, seed):
             description, before = description | {"seed": str(config.seed)}, before | {"seed": str(seed)}
         differing = [name for name in description if description[name] != before[name]]
-        refusals = [
-            f"{scratch} has the work of a run that was killed, with {name} {before[name]}, and now it is "
-            f"{description[name]}: give what that run had, or remove {scratch} to begin anew"
-            for name in differing
-        ]
-        if refusals := [refusal for rank_refusals in runner.gathered(refusals) for refusal in rank_refusals]:
-            raise CompressionError(refusals[0])
+        if differing:
+            name = differing[0]
+            raise CompressionError(
+                f"{scratch} has the work of a run that was killed, with {name} {before[name]}, and now it is "
+                f"{description[name]}: give what that run had, or remove {scratch} to begin anew"
+            )
         spool.commit()
         report = compress_with(runner, replace(config, seed=seed))
         runner.check_source(is_end=True)
@@ -452,7 +305,6 @@ def _described(config: CompressConfig, runner: StreamingRunner) -> dict[str, str
     return {
         "panther": __version__,
         "torch": torch.__version__,
-        "ranks": str(len(runner.gathered(None))),
         "calibration": described_batches([*runner.batches, *runner.held_out]),
         **{name: shortened(_described_setting(value)) for name, value in settings.items()},
     }

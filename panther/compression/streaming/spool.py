@@ -4,24 +4,20 @@ A file is read from the disk page by page as its tensors are used, and the syste
 Files have names, and a process that takes the place of a killed one finds those of the last :meth:`Spool.commit`.
 """
 
-__all__ = ["BLOCK", "DiskNeeds", "Spool", "check_free", "freed_blocks_returned", "full_disk"]
+__all__ = ["Spool", "freed_blocks_returned"]
 
 import ctypes
 import io
 import json
 import os
 import pickle
-import platform
 import re
-import shutil
-import weakref
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +43,6 @@ _ALIGNMENT = 64  # bytes; products with tensors at other addresses can differ in
 _END = 8  # bytes at the end of a file, the position at which the tensors end and the value begins
 
 _JOURNAL = re.compile(r"journal-([0-9]{1,9})\.json")
-BLOCK = 2**24  # bytes of a file that are sent at a time
 _VALUE = ".value"  # the suffix of the files
 
 
@@ -58,12 +53,8 @@ class Spool:
     they were. The journal of a commit is signed, and holds the checksums of all files, which a new process compares
     when it reads a file first.
 
-    With several ranks, each has a folder of its own, and all commit at the same points of their work: a new process
-    finds the last commit that all ranks have made.
-
     Args:
         folder: The folder, which belongs to the spool. What no commit has named is removed from it.
-        least: Returns the smallest of the numbers that the ranks give it.
 
     Attributes:
         references: Objects that values contain and files do not, such as modules of the model, by a name. They must be
@@ -71,18 +62,16 @@ class Spool:
         notes: What a new process has to know beside the values, as JSON; from the last commit.
     """
 
-    def __init__(self, folder: Path, least: Callable[[int], int] = int) -> None:
-        self._folder, self._least = folder, least
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.references: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self._number = 0
         self._sizes: dict[str, int] = {}
         self._checksums: dict[str, int] = {}
-        self._removed_bytes = 0  # of files that the next commit removes
-        self._mapped_bytes = 0  # of files that are removed, and whose tensors are in use
         names = [(path, _JOURNAL.fullmatch(path.name)) for path in folder.iterdir()]
         journals = {int(match[1]): path for path, match in names if match}
-        self._commits = least(max(journals, default=0))
+        self._commits = max(journals, default=0)
         if self._commits:
             try:
                 journal = read_signed(journals[self._commits])
@@ -107,20 +96,6 @@ class Spool:
     def names(self, prefix: str) -> list[str]:
         """Return the names that begin with a prefix."""
         return [name for name in self._sizes if name.startswith(prefix)]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that all files take on the disk, with removed files whose bytes are not free yet."""
-        return sum(self._sizes.values()) + self._removed_bytes + self._mapped_bytes
-
-    def size_of(self, prefix: str) -> int:
-        """Return the bytes of the files whose names begin with a prefix."""
-        return sum(self._sizes[name] for name in self.names(prefix))
-
-    def needs(self, num_bytes: int) -> "DiskNeeds":
-        """Return what the folder needs if its files will take ``num_bytes``, and what its disk has."""
-        disk = f"{platform.node()} {self._folder.stat().st_dev}"
-        return DiskNeeds(disk, f"{self._folder}", num_bytes, self.num_bytes, shutil.disk_usage(self._folder).free)
 
     def write(self, name: str, value: Any) -> None:
         """Write a value to the file of a name, which must be a new name or that of a file without a commit."""
@@ -176,10 +151,8 @@ class Spool:
 
     def remove(self, name: str) -> None:
         """Remove a file, from the next commit on. Values that were read from it stay valid."""
-        size = self._sizes.pop(name)
-        if name in self._committed:  # a new process may still need it
-            self._removed_bytes += size
-        else:
+        del self._sizes[name]
+        if name not in self._committed:  # otherwise a new process may still need it
             self._path(name).unlink()
 
     def commit(self) -> None:
@@ -197,13 +170,12 @@ class Spool:
             write_signed(self._journal(self._commits + 1), journal)
         except OSError as error:
             raise self._disk_error(error) from error
-        self._least(0)  # only what no rank needs any more is removed
         self._journal(self._commits).unlink(missing_ok=True)
         self._commits += 1
         for name in self._committed - self._sizes.keys():
             self._path(name).unlink()
         self._checksums, self._unchecked = checksums, self._unchecked & self._sizes.keys()
-        self._committed, self._removed_bytes = set(self._sizes), 0
+        self._committed = set(self._sizes)
 
     def kept(self, value: _Value) -> _Value:
         """Return the same value with all of its tensors in a file, which is there as long as they are.
@@ -213,73 +185,23 @@ class Spool:
         name, self._number = f"kept-{self._number}", self._number + 1
         structure = io.BytesIO()  # not in the file: layers are not JSON, and no other process may read them
         self._write(name, lambda file: _Pickler(structure, Encoder(self.references, file.offset_of)).dump(value))
-        pages = _pages(self._path(name), size := self._sizes[name])
+        pages = _pages(self._path(name), self._sizes[name])
         structure.seek(0)
         mapped: _Value = _Unpickler(structure, Decoder(self.references, partial(_tensor_in, pages))).load()
-        if pages is not None:
-            self._mapped_bytes += size
-            weakref.finalize(pages, self._unmap, size).atexit = False
         self.remove(name)  # the tensors keep the file
         return mapped
 
-    def blocks(self, name: str) -> Iterator[bytes]:
-        """Yield the contents of a file."""
-        with open_file(self._path(name)) as file:
-            while block := file.read(BLOCK):
-                yield block
-
-    def receive(self, name: str, blocks: Iterable[Any]) -> None:
-        """Write the contents of a file, as another spool has it, whose references have the same names."""
-        self._write(name, lambda file: deque(map(file.write, blocks), maxlen=0))
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-        return self._sizes[name]
-
     def _journal(self, number: int) -> Path:
         return self._folder / f"journal-{number}.json"
-
-    def _unmap(self, size: int) -> None:
-        self._mapped_bytes -= size
 
     def _path(self, name: str) -> Path:
         return self._folder / _file_name(name)
 
     def _disk_error(self, error: OSError) -> CompressionError:
         return CompressionError(
-            f"{self._folder} cannot take what is kept on disk ({error.strerror or error}; {self.num_bytes / 1e9:.3g} "
-            "GB are there): free some of the disk and start again, which continues, or name a folder of a larger disk"
-        )
-
-
-class DiskNeeds(NamedTuple):
-    """The bytes that a folder needs, the bytes that are there, and the bytes that its disk has free."""
-
-    disk: str
-    folder: str
-    needed: int
-    present: int
-    free: int
-
-
-def full_disk(folders: Sequence[DiskNeeds]) -> DiskNeeds | None:
-    """Return a folder whose disk has less free than what the folders of all ranks on it need in addition, if any."""
-    for each in folders:
-        ranks = [other for other in folders if other.disk == each.disk]
-        if sum(rank.needed - rank.present for rank in ranks) > each.free:
-            return each
-    return None
-
-
-def check_free(folders: Sequence[DiskNeeds]) -> None:
-    """Raise CompressionError if a disk has less free than what the folders of all ranks on it need in addition."""
-    if (full := full_disk(folders)) is not None:
-        num_ranks = sum(each.disk == full.disk for each in folders)
-        count = f", as each of {num_ranks} ranks does" if num_ranks > 1 else ""
-        raise CompressionError(
-            f"what is kept on disk needs {full.needed:,} bytes in {full.folder}{count}, where {full.present:,} are, "
-            f"and the disk has {full.free:,} free: free some of it, name a folder of a larger disk, or give fewer or "
-            "shorter batches"
+            f"{self._folder} cannot take what is kept on disk ({error.strerror or error}; "
+            f"{sum(self._sizes.values()) / 1e9:.3g} GB are there): free some of the disk and start again, which "
+            "continues, or name a folder of a larger disk"
         )
 
 

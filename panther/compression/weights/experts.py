@@ -429,12 +429,6 @@ class ExpertsKind(MatrixKind):
             for part, part_moments in _parts(target, moments, self.num_joint_groups(target, 1))
         )
 
-    def work_bytes(self, target: Target, num_widths: int, heap: float) -> int:
-        """Return the bytes for the experts that are fitted at once; large ones are fitted as tables are."""
-        if target.is_large:
-            return TABLES.work_bytes(target, num_widths, heap)
-        return super().work_bytes(target, num_widths, heap)
-
     def num_joint_groups(self, target: Target, num_widths: int) -> int:
         """Return how many experts are fitted at once: as many as are rounded jointly, and one where rows are."""
         count = JOINT_ENTRIES // (max(num_widths, 1) * target.inner * target.outer)

@@ -21,7 +21,6 @@ from panther.nn.quantized import stored_bytes
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 DOUBLE = torch.float64.itemsize
-_LARGEST_BLOCK = 2**25  # bytes; larger blocks are not on glibc's heap
 
 
 class MatrixKind(WeightKind):
@@ -43,18 +42,6 @@ class MatrixKind(WeightKind):
     def sensitivity(self, target: Target, moments: Moments | None, ridge: float) -> float:
         """Return the loss of codes, up to a factor that depends on their width alone."""
         return sensitivity(metric_of(target, moments, ridge=ridge))
-
-    def work_bytes(self, target: Target, num_widths: int, heap: float) -> int:
-        """Return the bytes of three or four matrices of each moment's size, and of six of the weight's size."""
-        n, m = target.inner, target.outer
-        groups = self.num_joint_groups(target, num_widths)
-        squares = 4 if num_widths else 3
-        is_on_heap = target.weight.device.type == "cpu" and DOUBLE * groups * max(n, m) ** 2 < _LARGEST_BLOCK
-        return int((heap if is_on_heap else 1.0) * DOUBLE * groups * (squares * (n**2 + m**2) + 6 * n * m))
-
-    def num_joint_groups(self, target: Target, num_widths: int) -> int:
-        """Return how many groups are fitted at once."""
-        return target.groups
 
     def code_bytes(self, target: Target, width: int | None, rank: int, group_size: int | None) -> int:
         """Return the bytes of codes, scales, zeros and the factors of a correction, as ``QuantizedMatrix`` has them."""

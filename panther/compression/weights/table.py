@@ -363,11 +363,6 @@ class TableKind(LinearKind):
             )
         return sum(W.square().sum().item() for _, W in _blocks(target)) / target.dense_numbers * width
 
-    def work_bytes(self, target: Target, num_widths: int, heap: float) -> int:
-        """Return the bytes of the moments, and of twelve tensors of a block of rows."""
-        n, m = target.inner, target.outer
-        return DOUBLE * (4 * (n if target.is_wide else n**2) + 12 * min(n * m, BLOCK_ENTRIES))
-
     def quantized_layer(
         self, target: Target, module: nn.Module, bits: int | None, rank: int, settings: FormSettings
     ) -> QuantizedMatrix:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -24,7 +23,6 @@ from panther.compression.streaming.runner import compress_streamed
 from panther.compression.streaming.source import SourceFiles
 from panther.compression.streaming.spool import freed_blocks_returned
 from panther.compression.streaming.values import Decoder, Encoder
-from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CompressionError, FormatError, PantherError, require_extra
 from panther.files.signed import read_signed, write_signed
 from panther.files.tensors import MAPPED, mapped_copy
@@ -130,7 +128,7 @@ def _cpu_tensors(value: Any) -> Iterator[Tensor]:
 # Settings of pr.compress that need the whole model in memory, or its speed there.
 _IN_MEMORY = (
     "max_error", "speedup", "max_latency_ms", "sequential", "heal", "statistics_memory_bytes", "measure_speed",
-    "allow_slower",
+    "allow_slower", "group",
 )  # fmt: skip
 
 _PREFIX = ".panther-"  # of the names of folders that are there during a run
@@ -149,7 +147,6 @@ def compress_folder(
     bits: float | None = None,
     max_bytes: int | None = None,
     scratch_dir: str | os.PathLike[str] | None = None,
-    max_disk_bytes: int | None = None,
     blocks: Selector | Sequence[Selector] | None = None,
     **options: Any,
 ) -> CompressionReport:
@@ -182,16 +179,12 @@ def compress_folder(
         bits: The size as an average number of bits for each eligible weight.
         max_bytes: Bytes that all tensors of the model may take when saved.
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
-        max_disk_bytes: Bytes that each process may keep on disk meanwhile; None is all that the disk has free. With
-            less room, the result is the same: only the moments of one block are kept, and weights are fitted in all
-            widths.
         blocks: The modules that are run as blocks, by names, globs, types or functions, as ``include`` selects layers;
             None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
             ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
-            ``measure_speed`` and ``allow_slower``; ``reader`` implies the ``target`` of :func:`panther.compress`. The
-            ranks of ``group`` divide the batches and the fits: each gives its own batches, and the first one writes the
-            target.
+            ``measure_speed``, ``allow_slower`` and ``group``; ``reader`` implies the ``target`` of
+            :func:`panther.compress`.
 
     Returns:
         The report of :func:`panther.compress`.
@@ -205,13 +198,11 @@ def compress_folder(
         MissingExtraError: Without transformers.
 
     Cost: the time of :func:`panther.compress`, of one more forward, and of reading the files of the source twice, for
-    checksums of their contents. Memory: the moments of one block, 8 (in^2 +
-    out^2) bytes for each of its layers, a forward and backward of one block for one batch, and a few matrices of the
-    size of the largest weight in float64. Disk: the hidden states of all batches at all boundaries, the moments of all
-    weights, and for each entry of a weight at most seven bytes and the factors of low rank; the peak is logged
-    beforehand and is in the report's ``disk_bytes``. If there is less room, all widths of codes are fitted; a run that
-    needs more even so is refused. In addition, the weights that transformers converts as it loads them (of experts that
-    the file holds one by one, or in another ``dtype``).
+    checksums of their contents. Memory: the moments of one block, 8 (in^2 + out^2) bytes for each of its layers, a
+    forward and backward of one block for one batch, and a few matrices of the size of the largest weight in float64.
+    Disk: the hidden states of all batches at all boundaries, the moments of all weights, and for each entry of a weight
+    at most seven bytes and the factors of low rank; and the weights that transformers converts as it loads them (of
+    experts that the file holds one by one, or in another ``dtype``).
 
     Example:
         >>> import tempfile, torch, transformers, panther as pr
@@ -243,8 +234,6 @@ def compress_folder(
     transformers_adapter: Any = require_extra("panther.integrations.transformers", "transformers")
     if refused := [name for name in _IN_MEMORY if name in options]:
         raise ValueError(f"{refused[0]} needs the whole model in memory: leave it out, or use pr.compress")
-    if max_disk_bytes is not None and max_disk_bytes <= 0:
-        raise ValueError(f"max_disk_bytes must be positive, and is {max_disk_bytes}: leave it out for all that is free")
     config = CompressConfig(
         budget, calibration, bits=bits, max_bytes=max_bytes, measure_speed=False, allow_slower=True, **options
     )
@@ -252,27 +241,19 @@ def compress_folder(
         raise ValueError(f"method={config.method!r} needs no batches, and so no blocks: use pr.compress")
     folder, source = Path(target), Path(source)
     inner = model_folder(source)
-    with _scratch(folder, None if scratch_dir is None else Path(scratch_dir), config.group) as scratch:
-        if (report := _report_of_ended_run(scratch, config.group)) is not None:
+    with _scratch(folder, None if scratch_dir is None else Path(scratch_dir)) as scratch:
+        if (report := _report_of_ended_run(scratch)) is not None:
             return report
         if inner.is_dir():  # otherwise loading it says what is wrong
             check_beside(source, folder)
         files = SourceFiles(inner)
         model = mapped_from_pretrained(inner, scratch)
-        report = compress_streamed(model, config, scratch, files, blocks, max_disk_bytes)
+        report = compress_streamed(model, config, scratch, files, blocks)
         write_signed(scratch / _SAVING, None)  # from now on the target is not empty
-
-        def save() -> None:
-            copy_beside(source, folder)
-            model_target = folder / inner.relative_to(source)
-            transformers_adapter.write_model_card(model, report, model_target, settings=_size(config))
-            save_compressed(model, model_target)  # last, so that a folder with a model also has its tokenizer
-
-        if config.group is None:
-            save()
-        else:
-            dist.barrier(config.group)  # a rank that continues finds the target full, and has to know why
-            run_on_first_rank(save, config.group)
+        copy_beside(source, folder)
+        model_target = folder / inner.relative_to(source)
+        transformers_adapter.write_model_card(model, report, model_target, settings=_size(config))
+        save_compressed(model, model_target)  # last, so that a folder with a model also has its tokenizer
         write_signed(scratch / _REPORT, Encoder({}, _refuse_tensor).encode(report))
         return report
 
@@ -281,13 +262,12 @@ def _refuse_tensor(*place: Any) -> Any:
     raise TypeError("a report has no tensors")
 
 
-def _report_of_ended_run(scratch: Path, group: dist.ProcessGroup | None) -> CompressionReport | None:
+def _report_of_ended_run(scratch: Path) -> CompressionReport | None:
     """Return the report of a run that was killed after the target was complete; None if there was no such run."""
-    report = None
     with suppress(FileNotFoundError):
-        report = Decoder({}, _refuse_tensor).decode(read_signed(scratch / _REPORT))
-    reports = [report] if group is None else gather_objects(report, group)
-    return next((each for each in reports if each is not None), None)
+        report: CompressionReport = Decoder({}, _refuse_tensor).decode(read_signed(scratch / _REPORT))
+        return report
+    return None
 
 
 def _size(config: CompressConfig) -> str:
@@ -295,7 +275,7 @@ def _size(config: CompressConfig) -> str:
 
 
 @contextmanager
-def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | None) -> Iterator[Path]:
+def _scratch(target: Path, scratch_dir: Path | None) -> Iterator[Path]:
     """Make the target and a folder for files of the run, or find that of a run that was killed.
 
     At the end the folder is removed. After an error it stays if the same call can continue, as after Ctrl-C or on a
@@ -311,8 +291,6 @@ def _scratch(target: Path, scratch_dir: Path | None, group: dist.ProcessGroup | 
         if scratch_dir is not None:  # which other targets may share
             place = os.fsencode(os.path.realpath(target))
             name = f"{_PREFIX}{hashlib.blake2b(place, digest_size=8).hexdigest()}"
-        if group is not None:
-            name = f"{name}-rank-{dist.get_rank(group)}"
         scratch = parent / name
         is_continued, is_new = os.path.lexists(scratch), not os.path.lexists(target)
         is_saved = is_continued and _check_scratch(scratch)

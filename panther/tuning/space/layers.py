@@ -312,13 +312,6 @@ def heal_specs(heal: Any) -> Mapping[str, Spec] | None:
         for value in grid(spec):
             if name == "train" and value != "factors":
                 raise ConfigError("heal only trains the new layers in a search: remove 'train'")
-            if name == "max_seconds" and value is not None:
-                raise ConfigError(
-                    "heal in a search has no max_seconds, because trials would then depend on the machine's load: "
-                    "use max_steps"
-                )
-            if name in ("checkpoint_dir", "trackers"):
-                raise ConfigError(f"heal in a search has no {name}: remove it")
             if not (name == "max_steps" and value == 0):  # 0 steps are no healing
                 HealConfig(**{name: value})
     return specs
