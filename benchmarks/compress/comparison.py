@@ -35,7 +35,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "activation": {"method": "activation", "allocate": "uniform"},
     "two_sided, uniform": {"method": "two_sided", "allocate": "uniform"},
     "two_sided": {"method": "two_sided", "allocate": "global"},
-    "two_sided, sequential": {"method": "two_sided", "allocate": "global", "sequential": True},
 }
 HEALED = "two_sided + heal"
 _BESIDE_WEIGHTS = ("bias", "sketch_seed")  # of a layer's state: not counted by a budget

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _CONFIG = "compression.config:CompressConfig"
 _FOLDER = "integrations.folders.compress:compress_folder"
 _SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
-_STREAMED = ("scratch_dir", "blocks")
+_STREAMED = ("scratch_dir",)
 
 
 def add_parser(commands: Any) -> None:

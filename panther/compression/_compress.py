@@ -65,7 +65,7 @@ class Outcome:
 
     def without_fits(self) -> Self:
         """Return the same without the tensors of the fits."""
-        return replace(self, fits=replace(self.fits, fits={}, moments={}))
+        return replace(self, fits=replace(self.fits, fits={}))
 
     @property
     def predicted_error(self) -> float | None:
@@ -210,10 +210,6 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         allocate: ``"global"`` or ``"uniform"`` forms and ranks; None is global for two_sided and uniform for the
             remaining methods. Where global does worse than uniform on the held-out batches, uniform is used, and the
             report says so.
-        sequential: Fit every layer to its input in the model whose earlier layers are compressed. The layer's target is
-            the mean of its output on this input and the original layer's output. This gives a smaller error, and takes
-            two partial forwards over the batches for each set of layers with one input: 2.5 times the time for a
-            transformer of four blocks.
         forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. If the output is
             a mapping, ``logits``, ``scores``, ``sentence_embedding`` or ``last_hidden_state`` is compared; otherwise it
             is the first floating tensor that is not a single number (a loss is one). The report's ``output`` names it.
@@ -308,13 +304,13 @@ def compress_with(runner: Runner, config: CompressConfig) -> CompressionReport:
     seed = runner.shared_seed(check_seed(config.seed))
     with runner.calibrating(seed):
         prepared = prepare(runner, config, seed)
-        replacement, notes = prepared.convert(config.sequential, config.max_error)
+        replacement = prepared.convert()
         measured = measure(runner, prepared.survey.targets, replacement, speed=config.measure_speed)
         outcome = Outcome(
             prepared.survey, prepared.allocation, replacement, config.method, seed, prepared.fits, measured,
             allow_slower=config.allow_slower, output=runner.output_name,
         )  # fmt: skip
-        notes += _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
+        notes = _speed_notes(prepared.speed_target, measured) + _model_notes(runner)
         if calibration_notes := _calibration_notes(outcome, runner.difference or 0.0):
             warnings.warn("; ".join(calibration_notes), NumericalWarning, stacklevel=4)
     healed, write_ = None, None

@@ -181,7 +181,6 @@ class CompressConfig:
     exclude: Selector | Sequence[Selector] | None = None
     method: str = "two_sided"
     allocate: str | None = None
-    sequential: bool = False
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
     loss_fn: Loss | None = None
     mask_fn: Callable[[Any], Tensor | None] | None = None
@@ -316,10 +315,6 @@ _RULES: tuple[_Rule, ...] = (
             ("allocate='global'" if c.allocate == "global" else "loss_fn")
             + " needs method='two_sided', the only one that uses the output's gradients"
         ),
-    ),
-    _Rule(
-        lambda c: c.sequential and not c.is_calibrated,
-        lambda c: f"sequential=True fits layers to their inputs, which method={c.method!r} does not: leave it out",
     ),
     _Rule(
         lambda c: c.heal is not None and not isinstance(c.heal, HealConfig),

@@ -38,25 +38,17 @@ _DEFAULT_MEMORY_BYTES = 2**30  # for moments, if at least twice as many bytes ar
 
 def fit_targets(
     runner: Runner, survey: Survey, settings: FormSettings, options: Options, limit: int | None, *, memory: int | None,
-    keep: bool, seed: int, ridge: float = RIDGE,
+    seed: int, ridge: float = RIDGE,
 ) -> Fits:  # fmt: skip
     """Gather moments pass by pass, and fit every weight in their metric.
 
-    Args:
-        runner: The model and its batches.
-        survey: The weights to fit.
-        settings: The forms to fit.
-        options: The options of each weight, without losses.
-        limit: Bytes that all layers may take, which bounds the components and widths to fit; None if it is unknown.
-        memory: Largest number of bytes of the moments of one pass; None is half of the free memory, up to a gigabyte.
-        keep: Whether to keep the moments, for fitting in sequence.
-        seed: Seed of random directions and of the randomized SVD.
-        ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
+    ``limit`` is the number of bytes that all layers may take, which bounds the components and widths to fit. ``memory``
+    is the largest number of bytes of the moments of one pass; None is half of the free memory, up to a gigabyte.
     """
     share = None if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
     names = {target: f"fit-{ridge:g}-{number}" for number, target in enumerate(survey.targets)}
     if runner.is_streaming:  # the moments of its parts are in files one after another, and are not shared
-        passes = [[[target] for targets in survey.inputs for target in targets]]
+        passes: list[list[Sequence[Target]]] = [[[target] for targets in survey.inputs for target in targets]]
     else:
         memory = runner.spare_bytes(_DEFAULT_MEMORY_BYTES) if memory is None else memory
         passes = split_passes(survey.inputs, survey.gradients, memory)
@@ -73,7 +65,6 @@ def fit_targets(
         seeds=survey.seeds(seed),
         stored=lambda target, fit: runner.remembered(names[target], lambda: fit),
         is_comparable=survey.gradients and runner.loss_fn is None,
-        keep=keep,
         ridge=ridge,
     )
     fitted: list[Gathered] = []
@@ -81,7 +72,6 @@ def fit_targets(
         label = f"{number + 1}/{len(passes)}"
         gather = partial(
             gather_moments, runner, inputs, gradients=survey.gradients, seed=seed, description=f"moments {label}",
-            keep=keep,
         )  # fmt: skip
         parts = _gathered_parts(runner, gather)
         plan = runner.remembered(f"plan-{ridge:g}", partial(weights.plan, parts))
@@ -104,12 +94,10 @@ def fit_targets(
         fits={target: weights.fits[target] for target in order},
         options={target: weights.options_with_losses[target] for target in order},
         settings=settings,
-        moments=weights.kept_moments,
         passes=len(passes),
         comparable=weights.is_comparable,
         calibration_notes=check_calibration(positions, constant, tokens),
         ridge=ridge,
-        inputs=tuple(tuple(targets) for part in fitted for targets in part.inputs),
     )
 
 
@@ -173,11 +161,9 @@ class _Weights:
     seeds: Mapping[Target, int]
     stored: Callable[[Target, Any], TargetFit]
     is_comparable: bool
-    keep: bool
     ridge: float
     fits: dict[Target, TargetFit] = field(default_factory=dict)
     options_with_losses: dict[Target, Sequence[Option]] = field(default_factory=dict)
-    kept_moments: dict[Target, Any] = field(default_factory=dict)
 
     def plan(self, parts: Sequence[Gathered]) -> Mapping[Target, tuple[int, ...]]:
         """Return the widths to fit for each weight of a pass.
@@ -263,8 +249,6 @@ class _Weights:
         """Return everything about a weight except for its codes."""
         metric, seed = metric_of(target, target_moments, ridge=self.ridge), self.seeds[target]
         scale = self._scale_of(target_moments, energy)
-        if self.keep and target_moments is not None:
-            self.kept_moments[target] = target_moments
         del target_moments  # The caller holds it no more.
         dtype, settings = wide_dtype(target), self.settings
         components = factor(metric.source, metric, most=self.num_components[target], seed=seed, dtype=dtype)

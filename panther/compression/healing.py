@@ -243,14 +243,10 @@ def heal(
 ) -> tuple[HealResult, Callable[[], None]]:
     """Train the new layers so that the compressed model's outputs approach the original's.
 
-    Returns:
-        The result of healing, and a function that writes the best values to the parameters. Before this function is
-        called, the model, its flags and torch's generators are unchanged.
-
-    Cost: each step takes a forward and backward of the compressed model. The original takes a forward for each batch,
-    or for each step where memory does not suffice. Extra memory: five times the trained parameters (values, gradients,
-    two moments, best values), a copy of the parameters of half precision, the hidden states of one batch, twice, and
-    the original's outputs and hidden states of all batches: up to a gigabyte, and at most half of the free memory.
+    Return the result, and a function that writes the best values to the parameters; before it is called, the model, its
+    flags and torch's generators are unchanged. Extra memory: five times the trained parameters (values, gradients, two
+    moments, best values), a copy of the parameters of half precision, the hidden states of one batch, twice, and the
+    original's outputs and hidden states of all batches: up to a gigabyte, and at most half of the free memory.
     """
     began = time.perf_counter()
     # Made before the calibration turns off `requires_grad`, by which the distillation chooses the trained parameters.

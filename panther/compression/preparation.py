@@ -8,7 +8,6 @@ __all__ = ["Prepared", "make_runner", "prepare", "prepare_for_budgets", "survey_
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import survey_targets
-from panther.compression.calibration.targets import Survey, Target, replace_modules
+from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import CompressConfig
 from panther.compression.fitting import fit_targets
 from panther.compression.forms import (
@@ -43,7 +42,7 @@ from panther.compression.selection.allocation import (
 )
 from panther.compression.selection.speed_target import SpeedTarget, check_speed_target, choose_in_time
 from panther.compression.selection.timing import Timing, time_layers
-from panther.compression.selection.trials import Trials, convert_all, convert_in_sequence
+from panther.compression.selection.trials import Trials, convert_all
 
 _SHARE_WITHOUT_LIMIT = 0.25  # of the dense weights' bytes: 8 bits of 32
 
@@ -94,25 +93,9 @@ class Prepared:
         trials = Trials(self.runner, self.survey, fits, self.seed)
         return allocate_forms(trials, fits, kind, limit, None, self.cost)
 
-    def convert(self, sequential: bool, max_error: float | None) -> tuple[Replacement, list[str]]:
-        """Return the new layers of the choice, and notes.
-
-        ``sequential``, each layer is fitted to its input in the compressed model. If the error is then above
-        ``max_error``, the layers are fitted independently, and a note says so.
-        """
-        runner, choice = self.runner, self.allocation.choice
-        independent = convert_all(self.survey, self.fits, choice, self.seed, stored=runner.kept)
-        if not sequential:
-            return independent, []
-        replacement = convert_in_sequence(runner, self.survey, self.fits, choice, self.seed)
-        if max_error is None:
-            return replacement, []
-        (error,) = runner.errors([partial(replace_modules, runner.model, replacement)], "error, sequential")
-        if error <= max_error:
-            return replacement, []
-        return independent, [
-            f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
-        ]
+    def convert(self) -> Replacement:
+        """Return the new layers of the choice."""
+        return convert_all(self.survey, self.fits, self.allocation.choice, self.seed, stored=self.runner.kept)
 
 
 def make_runner(model: nn.Module, config: CompressConfig, forward_device: torch.device | None = None) -> Runner:
@@ -124,11 +107,7 @@ def make_runner(model: nn.Module, config: CompressConfig, forward_device: torch.
 
 
 def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
-    """Survey the layers, fit their weights, and choose within the size that ``config`` asks for.
-
-    Raises:
-        CompressionError: If no layer is eligible, the size is infeasible, or the batches are too few.
-    """
+    """Survey the layers, fit their weights, and choose within the size that ``config`` asks for."""
     settings, survey = config.form_settings, survey_model(runner, config)
     has_one_width = settings.reader is not None and settings.reader.has_one_width
     allocate = _kind_of_choice(survey, config.allocate, has_one_width=has_one_width)
@@ -171,14 +150,7 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
 def prepare_for_budgets(runner: Runner, config: CompressConfig, seed: int, *, by_time: bool) -> Prepared:
     """Survey the layers, and fit their weights for choices within any budget; the first one is ``config.budget``.
 
-    Args:
-        runner: The model and its batches.
-        config: The settings, with a ``budget``.
-        seed: Seed of sketches and random directions.
-        by_time: Whether budgets limit the seconds of the layers instead of their bytes.
-
-    Raises:
-        CompressionError: If no layer is eligible, or the batches are too few.
+    ``by_time``, budgets limit the seconds of the layers instead of their bytes.
     """
     assert config.budget is not None
     settings, survey = config.form_settings, survey_model(runner, config)
@@ -240,7 +212,7 @@ def _fit_with_care(
     def fit_with_ridge(ridge: float) -> Fits:
         return fit_targets(
             runner, survey, config.form_settings, options, limit, memory=config.statistics_memory_bytes,
-            keep=config.sequential, seed=seed, ridge=ridge,
+            seed=seed, ridge=ridge,
         )  # fmt: skip
 
     return fit_and_allocate(fit_with_ridge, allocation_of)
@@ -253,13 +225,7 @@ def _with_one_rank(
 
     Readers take the corrections as an adapter, which is padded to its largest rank. An option's bytes are then those of
     the files, because no factor is padded, except for factors of weights that are too small for the rank, whose padding
-    is counted. Without corrections, or without a reader, the fits are returned.
-
-    Args:
-        fits: The fits, with their options.
-        choose: Chooses an option of each weight within a limit, as ``choose_global`` does.
-        limit: The limit, in units of ``cost``; None compares ranks at a quarter of the dense weights' bytes.
-        cost: What the limit is of.
+    is counted. Without a limit, ranks are compared at a quarter of the dense weights' bytes.
     """
     ranks = sorted({option.rank for options in fits.options.values() for option in options if option.rank})
     if fits.settings.reader is None or not ranks:

@@ -61,10 +61,7 @@ class Reader:
         return all(isinstance(layer, nn.Linear) for layer in layers)
 
     def why_no_group(self, columns: int, group_size: int | None) -> str | None:
-        """Return why the reader does not hold groups of ``group_size`` columns in rows of ``columns``; None if it does.
-
-        ``group_size`` is None for entire rows.
-        """
+        """Return why the reader does not hold groups of ``group_size`` columns (None: entire rows); None if it does."""
         if group_size is None or group_size >= columns:
             return None
         if columns % group_size:
@@ -106,11 +103,7 @@ READERS = {
 
 
 def reader_of(name: str) -> Reader:
-    """Return the reader of a name.
-
-    Raises:
-        ValueError: If the reader is unknown.
-    """
+    """Return the reader of a name, or raise ValueError."""
     if name not in READERS:
         close = get_close_matches(str(name), READERS, 1)
         guess = f" (did you mean {close[0]!r}?)" if close else ""
@@ -125,14 +118,8 @@ def decodes_in_silence(
 
     ``from_pretrained`` of transformers with ``dequantize=True`` decodes all layers by the first scheme of config.json,
     whatever their own scheme is. Exported folders name the widest scheme first. Narrower layers then have too few
-    columns, which is an error, except for the sizes for which this function returns True.
-
-    Args:
-        columns: Columns of the layer.
-        bits: Width of its codes.
-        group_size: Columns of its groups; None is entire rows.
-        wider_bits: Width of the first scheme.
-        wider_group_size: Columns of the groups of the first scheme; None is entire rows.
+    columns, which is an error, except for the sizes for which this function returns True. A group size of None is
+    entire rows.
     """
     if bits >= wider_bits:
         return False  # Groups that differ fail, or one scale for the entire row is right in any group.
@@ -158,10 +145,6 @@ def why_weight_is_read(model: nn.Module, name: str) -> str | None:
     A layer in codes has no ``weight`` until its first forward expands the codes. Two kinds of methods read the weight
     before: those of the module that contains the layer, as the feed-forward layers of T5 read the dtype of
     ``self.wo.weight``, and ``_init_weights`` of transformers' models, which runs at the end of loading.
-
-    Args:
-        model: The model that a reader builds, or the one that it was compressed from.
-        name: The layer's name in the model.
     """
     *path, attribute = name.split(".")
     containers: list[Any] = [type(model.get_submodule(".".join(path[:length]))) for length in range(len(path) + 1)]

@@ -222,8 +222,6 @@ def test_a_folder_block_by_block(bert, here, transformers, capsys):
     assert "--heal needs the whole model in memory" in refusal(capsys, *options, "--stream", "--heal", "2")
     assert "--method svd needs no batches" in refusal(capsys, *options, "--stream", "--method", "svd")
     assert "--scratch-dir is for --stream" in refusal(capsys, *options, "--scratch-dir", "scratch")
-    assert "--blocks is for --stream" in refusal(capsys, *options, "--blocks", "encoder.*")
-    assert "--blocks decoder.* matches no module" in refusal(capsys, *options, "--stream", "--blocks", "decoder.*")
     assert "is not a folder" in refusal(capsys, "module:function", *options[1:], "--stream")
     assert not (here / "more").exists()
 
@@ -267,7 +265,7 @@ def test_a_causal_model_is_calibrated_on_windows(here, transformers, capsys):
     )
     torch.manual_seed(0)
     save(transformers, transformers.GPT2LMHeadModel(config), folder)
-    args = ["--calibration", "text.txt", "--out", "small", "--max-error", "0.2", "--sequential"]
+    args = ["--calibration", "text.txt", "--out", "small", "--max-error", "0.2"]
     assert main(["compress", "gpt", *args, "--exclude", "*.c_attn", "*.attn.c_proj", "*.wte"]) == 0
     out = capsys.readouterr().out
     assert "kept dense: lm_head (Linear) shares its weight with 'transformer.wte' (Embedding)" in out
@@ -423,7 +421,6 @@ def test_bad_flags_exit_with_2(args, message, capsys):
         (["--speedup", "0.5"], "--speedup 0.5 must be finite and at least 1"),
         (["--budget", "1", "--method", "magic"], "--method magic is unknown: use one of 'two_sided', 'activation', "),
         (["--budget", "1", "--allocate", "all"], "--allocate all is unknown: use one of 'global', 'uniform'"),
-        (["--budget", "1", "--method", "svd", "--sequential"], "--sequential fits layers to their inputs, which"),
         (["--budget", "1", "--method", "svd", "--no-measure-speed", "--no-allow-slower"], "needs measured times"),
         (["--budget", "1", "--rank-multiple", "3"], "--rank-multiple 3 must be even"),
     ],

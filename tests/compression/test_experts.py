@@ -130,13 +130,13 @@ def test_methods_without_gradients_and_without_data(method):
     assert error(model, exact, x) < 0.2
 
 
-def test_sequential_fits_healing_and_speed_take_experts():
+def test_healing_and_speed_take_experts():
     model = mixtures()
     x = torch.cat(sequences(2, seed=2))
     exact = model(x).detach()
     heal = pr.HealConfig(max_steps=4)
     options = OPTIONS | {"measure_speed": True, "allow_slower": True}
-    report = pr.compress(model, bits=5.0, sequential=True, heal=heal, **options)
+    report = pr.compress(model, bits=5.0, heal=heal, **options)
     assert all(layer.time_s > 0 for layer in stacks_of(report).values())
     assert error(model, exact, x) < 0.2
     assert not any(hasattr(module, "scale_logs") and module.scale_logs is not None for module in model.modules())

@@ -126,10 +126,10 @@ def test_uniform_is_one_form_everywhere():
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        pytest.param(4.25, {}, marks=pytest.mark.slow), (3.0, {"sequential": True}), (4.25, {"method": "activation"}),
+        pytest.param(4.25, {}, marks=pytest.mark.slow), (3.0, {}), (4.25, {"method": "activation"}),
         pytest.param(4.25, {"method": "svd"}, marks=pytest.mark.slow),
         (5.0, {"forms": "int4"}), (4.0, {"forms": "int8_low_rank"}), (20.0, {"forms": "interpolative"}),
-        (20.0, {"forms": "interpolative", "sequential": True}), (4.25, {"group_size": None}),
+        (4.25, {"group_size": None}),
     ],
 )  # fmt: skip
 def test_bits_are_kept(size, options):
@@ -141,7 +141,7 @@ def test_bits_are_kept(size, options):
     assert 8 * report.eligible_bytes_after >= 0.9 * size * numbers or "forms" in options
     held_out = torch.cat(batches[4::5])
     assert report.measured_error == pytest.approx(error(model, dense(held_out).detach(), held_out), rel=1e-3)
-    if report.predicted_error is not None and "sequential" not in options:
+    if report.predicted_error is not None:
         assert 0.5 * report.measured_error < report.predicted_error < 2 * report.measured_error
     stored = sum(t.nbytes for t in plain_state(model).values())
     assert report.bytes_after == stored
@@ -260,7 +260,7 @@ def image_batches():
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (6.5, {"forms": "int4"}), (8.5, {"forms": ("int6", "low_rank"), "sequential": True}),
+        (6.5, {"forms": "int4"}), (8.5, {"forms": ("int6", "low_rank")}),
         (12.0, {"forms": "int8", "method": "activation", "group_size": None}),
         pytest.param(9.0, {"forms": ("int8", "int3")}, marks=pytest.mark.slow),
         (12.0, {"forms": ("int8_low_rank", "int6")}), (9.0, {"forms": ("int4+low_rank", "int4")}),

@@ -102,17 +102,6 @@ def test_forms_without_codes_leave_a_large_layer_dense_with_the_reason():
     )
 
 
-def test_fitting_in_sequence_converts_a_large_head_too(tmp_path):
-    model = Classifier()
-    report = pr.compress(model, bits=5.0, calibration=batches_of(), sequential=True, **quick)
-    assert type(model.head) is pr.nn.QuantizedLinear
-    assert report.measured_error < 0.1
-    folder = pr.save_compressed(model, tmp_path / "saved")
-    x = batches_of(seed=2)[0]
-    with torch.no_grad():
-        assert torch.equal(pr.load_compressed(folder, Classifier()).eval()(x), model.eval()(x))
-
-
 def test_a_large_head_of_one_row_more_and_rows_without_gradients():
     class Half(nn.Module):
         def __init__(self):

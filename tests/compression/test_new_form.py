@@ -44,7 +44,7 @@ def test_a_form_is_one_file_and_a_registration(tmp_path):
         torch.testing.assert_close(loaded(x), model(x))
 
         # Beside Panther's own forms, under one budget, fitted in sequence, timed, and in a search.
-        for more in ({}, {"sequential": True}, {"measure_speed": True, "allow_slower": True}, {"method": "svd"}):
+        for more in ({}, {"measure_speed": True, "allow_slower": True}, {"method": "svd"}):
             mixed = pr.compress(
                 copy.deepcopy(dense), bits=5.0, forms=["nf4", "int3", "low_rank"], group_size=32, **options | more
             )

@@ -109,7 +109,7 @@ low_rank = {"forms": ("dense", "low_rank")}
 @pytest.mark.parametrize(
     "more",
     [
-        {}, low_rank, {"sequential": True, **low_rank}, {"allocate": "uniform", **low_rank},
+        {}, low_rank, {"allocate": "uniform", **low_rank},
         {"method": "activation", **low_rank},
     ],
 )  # fmt: skip

@@ -197,46 +197,6 @@ def test_convolutions_and_a_target_in_a_sequential(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True))
 
 
-class Pair(nn.Module):
-    """Blocks that are attributes, so that only their names tell that they are blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.start, self.end = nn.Linear(16, 24), nn.Linear(24, 12)
-        self.first_block, self.second_block = Block(), Block()
-
-    def forward(self, x):
-        return self.end(self.second_block(self.first_block(self.start(x))))
-
-
-@pytest.mark.parametrize("blocks", ["*_block", ["first_block", lambda module, name: name == "second_block"], Block])
-def test_blocks_that_are_named(blocks, tmp_path):
-    torch.manual_seed(0)
-    model = Pair().double()
-    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
-    options = {"bits": 5, "forms": "int4", "calibration": batches(), "seed": 0, "measure_speed": False}
-    pr.compress(whole, **options)
-    compress_streamed(parts, CompressConfig(**options), tmp_path, blocks=blocks)
-    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True))
-    assert len({path.name.split("-")[1] for path in tmp_path.glob("results-*")}) == 3  # of four parts, except the last
-
-
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        ("blocks.7", "blocks='blocks.7' matches no module of the model"),
-        (["blocks.*", "encoder"], "blocks='encoder' matches no module"),
-        (["blocks.*", nn.Linear], "blocks name 'blocks.0' and 'blocks.0.up' within it"),
-        (["blocks", Block], "blocks name 'blocks' and 'blocks.0' within it"),
-        ("*", "blocks name 'blocks', which the model does not call"),
-    ],
-)
-def test_blocks_that_cannot_be_are_refused_by_name(blocks, message, tmp_path):
-    config = CompressConfig(calibration=batches(), bits=5, seed=0, measure_speed=False)
-    with pytest.raises(CompressionError, match=message):
-        compress_streamed(Model().double(), config, tmp_path, blocks=blocks)
-
-
 class Telling(Block):
     def forward(self, x):
         y = super().forward(x)

@@ -128,10 +128,9 @@ def test_uniform_forms_leave_low_rank_to_matrices():
     assert forms["words"] == "int8"
 
 
-@pytest.mark.parametrize("options", [{"sequential": True}, {"max_error": 0.05}, {"max_bytes": 30_000}])
+@pytest.mark.parametrize("options", [{"max_error": 0.05}, {"max_bytes": 30_000}])
 def test_other_ways_to_a_size(options):
-    sizes = {} if "sequential" not in options else {"bits": 5.0}
-    model, original, report = compressed(Language(), **sizes, **options)
+    model, original, report = compressed(Language(), **options)
     assert_shared(model.words, model.head)
     assert relative_error(model, original, tokens(seed=5)) < 0.12
     assert report.bytes_after <= options.get("max_bytes", report.bytes_before)

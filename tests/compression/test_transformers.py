@@ -167,9 +167,7 @@ def test_the_patches_of_a_vit():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-@pytest.mark.parametrize(
-    "options", [{}, {"sequential": True}, {"method": "activation", "heal": pr.HealConfig(max_steps=3)}]
-)
+@pytest.mark.parametrize("options", [{}, {"method": "activation", "heal": pr.HealConfig(max_steps=3)}])
 def test_what_stands_in_the_padding_does_not_matter(family, options):
     """Two calibrations that differ in padded tokens only give one model."""
     model, report = compressed(family, **options)

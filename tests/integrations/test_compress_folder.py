@@ -113,8 +113,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
         pr.compress_folder(source, full, **options)
     with pytest.raises(CompressionError, match=r"there is no folder .*missing for what is kept on disk"):
         pr.compress_folder(source, target, scratch_dir=tmp_path / "missing", **options)
-    with pytest.raises(ValueError, match="sequential needs the whole model in memory"):
-        pr.compress_folder(source, target, sequential=True, **options)
+    with pytest.raises(ValueError, match="heal needs the whole model in memory"):
+        pr.compress_folder(source, target, heal=pr.HealConfig(), **options)
     with pytest.raises(ValueError, match="method='svd' needs no batches"):
         pr.compress_folder(source, target, budget=0.5, calibration=None, method="svd")
     with pytest.raises(FormatError, match="there is no folder"):

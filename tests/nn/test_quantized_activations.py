@@ -175,12 +175,11 @@ def test_unknown_roundings_are_refused():
         pr.compress(nn.Sequential(nn.Linear(64, 64)), bits=4, method="svd", activations="int4")
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_compressed_models_round_their_inputs_and_are_measured_so(sequential):
+def test_compressed_models_round_their_inputs_and_are_measured_so():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     plain = copy.deepcopy(model)
-    options = {"forms": "int8", "bits": 8.5, "seed": 0, "measure_speed": False, "sequential": sequential}
+    options = {"forms": "int8", "bits": 8.5, "seed": 0, "measure_speed": False}
     batches = list(torch.randn(512, 64).split(64))
     report = pr.compress(model, calibration=batches, activations="int8", **options)
     assert [module.activations for module in (model[0], model[2])] == ["int8", "int8"]

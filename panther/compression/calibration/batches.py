@@ -61,8 +61,6 @@ def copy_batch(batch: Any, device: torch.device | None = None) -> Any:
 
     Tensors, arrays, generators, containers and the attributes of other objects, such as a cache of keys and values, are
     copied; two references to one object stay two references to one copy. Modules, functions and classes are not copied.
-
-    Cost: the bytes of the tensors and arrays.
     """
 
     def copied(x: Tensor) -> Tensor:
@@ -182,12 +180,7 @@ def with_features(model: Any, calibration: Any) -> Any:
 
     Texts in one list are divided into batches of 32, or into five batches if there are fewer than 160 texts. A batch
     can also be a list of texts. A text is a string, or for a CrossEncoder a tuple of two strings. Batches of features
-    and anything that is not an iterable of batches are returned as they are. A data set may have ``__len__`` and
-    ``__getitem__`` alone, as torch's have.
-
-    Raises:
-        CompressionError: If the model's tokenizer refuses a batch, or the rows name their texts, as those of a data set
-            with columns do.
+    and anything that is not an iterable of batches are returned as they are.
     """
     if isinstance(calibration, (str, Mapping, Tensor, Iterator)):
         return calibration

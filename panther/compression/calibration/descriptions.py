@@ -5,7 +5,6 @@ They tell whether a search or a compression that continues has the arguments tha
 
 __all__ = ["checksum", "described_batches", "hash_of", "shortened"]
 
-import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,6 @@ from torch.nn.parameter import is_lazy
 from panther._torch import tree_leaves, version_of
 
 _LONG = 80  # a longer text is replaced by its beginning and a hash
-_BLOCK = 1 << 20  # bytes that are hashed at once on a device
-_ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*, S. Vigna, arXiv:1402.6246
 
 
 def shortened(text: str) -> str:
@@ -54,23 +51,7 @@ def hash_of(tensor: Tensor) -> tuple[Any, ...]:
     if not value.numel() or value.is_meta:
         return about
     try:
-        bits = value.contiguous().view(-1).view(torch.uint8)
-        memory: Any = bits.numpy() if bits.is_cpu else None
-        return *about, _hash_on_device(bits) if memory is None else zlib.crc32(memory)
+        memory: Any = value.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return *about, zlib.crc32(memory)
     except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor with another kind of memory
         return *about, version_of(tensor)
-
-
-def _hash_on_device(bits: Tensor) -> int:  # (n) uint8
-    """Return a hash of bytes, computed on their device: a sum of products with weights that depend on the position."""
-    weights = _position_weights(bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for block in bits.split(_BLOCK):
-        total = total * _ODD + (block * weights[: len(block)]).sum()
-    return int(total.item())
-
-
-@functools.cache
-def _position_weights(device: torch.device) -> Tensor:
-    x = torch.arange(1, _BLOCK + 1, device=device) * _ODD
-    return (x ^ (x >> 32)) * _ODD | 1

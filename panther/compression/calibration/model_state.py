@@ -112,15 +112,10 @@ _Change = tuple[dict[Any, Any], frozenset[str] | None, dict[Any, Any], dict[Any,
 
 
 class _Contents:
-    """The values of a tensor that is not a parameter, and its layout."""
+    """The values of a tensor that is not a parameter, and its memory and layout."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._geometry = _geometry(tensor)
-        self._storage = tensor.untyped_storage() if _has_storage(tensor) else None
-        # The memory is saved instead of the values if it is not larger, as for a tensor that is expanded.
-        self._saves_memory = self._storage is not None and self._storage.nbytes() <= tensor.nbytes
-        self._saved = (_bytes(self._storage, tensor.device) if self._saves_memory else tensor.detach()).clone()
+        self.tensor, self._alias, self._saved = tensor, tensor.detach(), tensor.detach().clone()
         self.count_writes()
 
     def count_writes(self) -> None:
@@ -130,19 +125,15 @@ class _Contents:
     def restore(self, *, thorough: bool) -> None:
         """Restore the values; ``thorough`` also finds writes to ``tensor.data``, which autograd does not count."""
         tensor = self.tensor
-        moved = _geometry(tensor) != self._geometry
+        moved = _geometry(tensor) != _geometry(self._alias)
         if not moved and not thorough and self._writes is not None and version_of(tensor) == self._writes:
             return
         with torch.no_grad():
-            if self._storage is not None and moved:
-                if self._saves_memory and self._storage.nbytes() != self._saved.numel():
-                    self._storage.resize_(self._saved.numel())
-                alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                tensor.data = alias.set_(self._storage, *self._geometry[1:])
-            present = _bytes(self._storage, tensor.device) if self._saves_memory else tensor.detach()
+            if moved:
+                tensor.data = self._alias.detach()
             # Compared first, because the memory of a mapped file may not be written.
-            if not _are_equal(present, self._saved):
-                present.copy_(self._saved)
+            if not _are_equal(tensor, self._saved):
+                tensor.copy_(self._saved)
         self.count_writes()
 
 
@@ -152,10 +143,6 @@ def _geometry(x: Tensor) -> tuple[Any, ...]:
 
 def _has_storage(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_nested and type(x) in (Tensor, nn.Parameter, nn.Buffer)
-
-
-def _bytes(storage: Any, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
@@ -232,9 +219,6 @@ class ModelState:
         A model can register hooks at its first forward, and note that in an attribute, its class or its config. The
         hooks and the note are undone together, so that each forward registers them once. A note in a different place,
         as in a global variable, is not seen.
-
-        Raises:
-            CompressionError: If the forward makes parameters.
         """
         self._undo()
         for module, attributes in self._attributes.items():

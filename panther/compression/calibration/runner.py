@@ -85,9 +85,6 @@ def main_output(output: Any) -> tuple[str, Tensor]:
 
     It is the first floating tensor that has a dimension, because a single number is a loss. In a mapping, ``logits``,
     ``scores``, ``sentence_embedding`` and ``last_hidden_state`` come before all further ones.
-
-    Raises:
-        CompressionError: If there is no such tensor, or the tensor is nested or sparse.
     """
     name, tensor = _named_tensor(output)
     advice = "pass forward_fn=, a function of the model and a batch that returns the tensor to keep"
@@ -366,12 +363,8 @@ class Runner:
     ) -> Iterator[Step]:
         """Yield the steps of passes: here one for each pass, and elsewhere one for each part of the model and pass.
 
-        Args:
-            passes: For each pass a batch, and the seed of the direction of its gradients.
-            targets: The targets whose calls are of interest.
-            gradients: Whether the steps are differentiated.
-            description: Text that is shown with the progress, if any.
-            after: The part after whose steps to continue; None is the beginning.
+        A pass is a batch, and the seed of the direction of its gradients. ``after`` is the part after whose steps to
+        continue.
         """
         assert after is None, "only parts are steps to continue after"
         for number, (batch, seed) in enumerate(self.over(passes, description) if description else passes):

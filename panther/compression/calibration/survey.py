@@ -30,11 +30,8 @@ from panther.errors import CompressionError, NumericalWarning
 def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
     """Run batches until each layer was called, and skip layers that are not called or do not affect the output.
 
-    Cost: a forward and backward of the first batch, which calls all layers of most models. If it does not, a forward of
-    the next batches until each layer was called, and a backward of each batch that calls a further layer.
-
-    Warns:
-        NumericalWarning: If ``gradients`` is set, and the output has no gradient.
+    The first batch calls all layers of most models. If it does not, further batches run forward until each layer was
+    called, and backward where they call a further layer.
     """
     keys: dict[Target, list[Any]] = {}  # keys of the inputs of a target's calls, in the first batch that calls it
     reached: set[Target] = set()

@@ -140,10 +140,8 @@ class WeightKind:
     ) -> AbstractContextManager[None]:
         """Let modules call the layers that stand for their parameters, within the block.
 
-        Args:
-            targets: The weights of this kind.
-            masks_of: Returns the masks of the present batch; None: all positions count.
-            unreadable: Takes the weights that cannot be followed, with the reason; None: that is an error.
+        ``masks_of`` returns the masks of the present batch (None: all positions count). ``unreadable`` takes the weights
+        that cannot be followed, with the reason (None: that is an error).
         """
         return nullcontext()
 
@@ -170,7 +168,7 @@ class WeightKind:
         """Return the gradients at a layer's output, (groups, rows, outer)."""
         return counted(gradient, masks, module)[None]
 
-    def sums(self, targets: Sequence["Target"], gradients: bool, device: torch.device, *, keep: bool) -> Any:
+    def sums(self, targets: Sequence["Target"], gradients: bool, device: torch.device) -> Any:
         """Return the sums of weights that read one input; see :class:`~panther.compression.moments.sums.Sums`."""
         raise NotImplementedError
 

@@ -146,11 +146,7 @@ class FormSettings:
         return any(form.fits_every_kind for form in self.forms if form.name != DENSE)
 
     def options(self, target: Target) -> list[Option]:
-        """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes.
-
-        Raises:
-            CompressionError: If the weight belongs to a convolution, and none of the forms can store it.
-        """
+        """Return the options of a weight that are not larger than the dense weight, without losses, sorted by bytes."""
         forms = self.forms_of(target)
         if not forms:
             groups = "" if target.groups == 1 else f" in {target.groups} groups"
@@ -290,23 +286,19 @@ class Fits:
         options: The options of each target, the smallest first, with losses as shares of the output's squared norm
             (zero without gradients).
         settings: The forms that were fitted.
-        moments: Moments of each target, kept for fitting in sequence.
         passes: Passes over the batches.
         comparable: Whether losses are in units of the output's squared norm.
         calibration_notes: Reasons why the batches do not suffice for some layers.
         ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
-        inputs: Sets of targets that read the same input in every batch, in the order in which they run.
     """
 
     fits: Mapping[Target, TargetFit] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     settings: FormSettings = field(default_factory=lambda: FormSettings(default_forms()))
-    moments: Mapping[Target, Any] = field(default_factory=dict)
     passes: int = 0
     comparable: bool = False
     calibration_notes: tuple[str, ...] = ()
     ridge: float = RIDGE
-    inputs: tuple[tuple[Target, ...], ...] = ()
 
 
 Replacement = dict[nn.Module, nn.Module]

@@ -21,10 +21,6 @@ from panther.nn.quantized.grid import MAXIMUM_CODE
 # Added to the diagonal of a moment, relative to the diagonal's mean, so that directions that do not occur in the
 # batches keep some weight.
 RIDGE = 1e-4
-# Fitting in sequence maps a layer's input in the compressed model to a mixture of two outputs: with this share the
-# output of the original weight on this input, and otherwise the output of the original model. With the latter alone,
-# later layers would compensate for the errors of earlier layers, and overfit.
-_ANCHOR = 0.5
 # From this size on, the randomized SVD is used if the rank is at most a quarter of the size. In float64 at 1536 it
 # takes 0.17 (an eighth) and 0.6 (a quarter) of LAPACK's time, and more beyond; its error is 3 to 6 in 10,000 above the
 # least.
@@ -96,30 +92,22 @@ def _tails(energy: Tensor, total: Tensor) -> Tensor:
     return (total - kept_energy).clamp_min(0)
 
 
-def metric_of(target: Target, moments: Moments | None, drift: Moments | None = None, ridge: float = RIDGE) -> Metric:
+def metric_of(target: Target, moments: Moments | None, ridge: float = RIDGE) -> Metric:
     """Return the metric of a target's moments; without moments, A and G are the identity.
 
-    ``drift`` holds the moments of the layer's input once the layers before it are compressed. The ``source`` of the
-    metric is then the weight that best maps this input to the mean of two outputs: that weight's output on the input,
-    and the original layer's output. ``ridge`` is added to the diagonals, relative to their mean.
+    ``ridge`` is added to the diagonals, relative to their mean.
     """
     W = target.kind.matrices(target)
     if moments is None:
         return Metric(W, None, None, None)
-    input_moments = moments if drift is None else drift
-    A, mean, cross, source, target_mean = input_moments.A, input_moments.mean, input_moments.cross, W, moments.mean
-    if cross is not None:
-        cross, target_mean = cross.lerp(A, _ANCHOR), target_mean.lerp(mean, _ANCHOR)
+    A, mean = moments.A, moments.mean
     # Only a bias in every layer that shares the weight can take up a change of the mean.
     if target.has_bias:
-        A = A - _outer(mean, mean)
-        cross = None if cross is None else cross - _outer(target_mean, mean)
+        A = A - mean[:, :, None] * mean[:, None, :]
     # Any root gives the same fit. Cholesky factors make the solves triangular, which is cheap and accurate.
     L = _root(A, ridge)
-    if cross is not None:  # the regression of the original's output on the new input: W C A^-1
-        source = torch.cholesky_solve((W @ cross).mT, L).mT
     R = None if moments.G is None else _root(moments.G, ridge).mT
-    return Metric(source, L, R, (mean, (W @ target_mean[..., None])[..., 0]) if target.has_bias else None)
+    return Metric(W, L, R, (mean, (W @ mean[..., None])[..., 0]) if target.has_bias else None)
 
 
 def factor(
@@ -170,10 +158,6 @@ def leading_components(target: Target, largest: int, uniform: float) -> int:
         return largest
     # A global choice rarely needs more than twice the uniform rank, and a small rank allows the randomized SVD.
     return min(largest, int(2 * uniform) // 2 * 2)
-
-
-def _outer(x: Tensor, y: Tensor) -> Tensor:
-    return x[:, :, None] * y[:, None, :]
 
 
 def _root(A: Tensor, ridge: float) -> Tensor:  # (groups, n, n)

@@ -4,7 +4,6 @@ from panther.compression.moments.gather import (
     Gathered,
     Summary,
     check_calibration,
-    gather_drift,
     gather_moments,
     moments_bytes,
     split_passes,
@@ -12,6 +11,6 @@ from panther.compression.moments.gather import (
 from panther.compression.moments.sums import Moments
 
 __all__ = [
-    "Gathered", "Moments", "Summary", "check_calibration", "gather_drift", "gather_moments", "moments_bytes",
+    "Gathered", "Moments", "Summary", "check_calibration", "gather_moments", "moments_bytes",
     "split_passes",
 ]  # fmt: skip

@@ -20,12 +20,11 @@ used by the model's own forward and by one copy of each input.
 """
 
 __all__ = [
-    "Gathered", "Summary", "check_calibration", "gather_drift", "gather_moments", "gradient_rows", "moments_bytes",
+    "Gathered", "Summary", "check_calibration", "gather_moments", "gradient_rows", "moments_bytes",
     "run_step", "split_passes",
 ]  # fmt: skip
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from math import inf, isfinite
@@ -41,14 +40,8 @@ from panther.compression.calibration.survey import input_key, watched
 from panther.compression.calibration.targets import Further, Target
 from panther.compression.moments.sums import (
     Call,
-    Moments,
     RootsOf,
-    ShiftedSum,
-    Sums,
-    add_products,
-    add_squares,
     is_finite,
-    square_zeros,
 )
 from panther.errors import CompressionError
 
@@ -63,9 +56,8 @@ def run_step(
 ) -> tuple[float, dict[Target, list[Any]]]:
     """Call ``add`` with each call of the targets and the rows of the gradient at its output (None without a gradient).
 
-    Returns:
-        The sum of squares of the output (zero if the step does not reach it), and the keys of the inputs of each target
-        in ``compared``.
+    Return the sum of squares of the output (zero if the step does not reach it), and the keys of the inputs of each
+    target in ``compared``.
     """
     masks, number = runner.mask(step.batch), step.number
     input_keys: dict[Target, list[Any]] = {}
@@ -95,7 +87,7 @@ def run_step(
             rows = kept_input(target, module, x)
             if gradients and target in compared:
                 copies[key] = rows
-        call = Call((number, index), module, rows, target.kind.group_of(further))
+        call = Call(number, module, rows, target.kind.group_of(further))
         if not gradients:
             add(target, call, None)
             return None
@@ -142,13 +134,10 @@ def check_calibration(
     constant: Collection[Target],
     tokens: Mapping[Target, Sequence[float]] | None = None,
 ) -> tuple[str, ...]:
-    """Return reasons why the batches do not suffice for some layers.
+    """Return reasons why the batches do not suffice for some layers; raise if the inputs of all layers never varied.
 
-    ``positions`` is the number of positions at which each layer was applied. ``constant`` are the layers whose inputs
-    never varied. ``tokens`` are the numbers of tokens of the experts of each stacked weight.
-
-    Raises:
-        CompressionError: If the inputs of all layers never varied.
+    ``positions`` is the number of positions at which each layer was applied, and ``tokens`` are those of the experts of
+    each stacked weight.
     """
     positions = {target: count for target, count in positions.items() if target.kind.needs_positions(target)}
     if positions and len(constant) == len(positions):
@@ -249,19 +238,18 @@ def gather_moments(
     gradients: bool,
     seed: int,
     description: str,
-    keep: bool = False,
     state: Mapping[str, Any] | None = None,
 ) -> Iterator[Gathered]:
     """Pass over the batches once, and yield moments.
 
     The moments of targets are yielded as soon as they are complete: all at the end, or those of one part of the model
     after another, if the runner's steps are parts. Without gradients, targets that share an input share its moments.
-    With ``keep``, the moments contain the weights of the positions. If the model branches, targets that shared an input
+    If the model branches, targets that shared an input
     in the survey may not share it in every batch: the batches are then read again, with separate moments for these
     targets. With the ``state`` of a yielded part of the moments, the pass continues after this part.
     """
     while inputs:
-        gathering = _Gathering(runner, inputs, gradients=gradients, seed=seed, keep=keep, state=state or {})
+        gathering = _Gathering(runner, inputs, gradients=gradients, seed=seed, state=state or {})
         state = None
         yield from gathering.run(description)
         inputs = [group for targets in gathering.separate for group in [[target] for target in targets]]
@@ -283,20 +271,18 @@ class _Gathering:
         *,
         gradients: bool,
         seed: int,
-        keep: bool,
         state: Mapping[str, Any],
     ) -> None:
-        self.runner, self.inputs, self.gradients, self.seed, self.keep = runner, inputs, gradients, seed, keep
+        self.runner, self.inputs, self.gradients, self.seed = runner, inputs, gradients, seed
         self.separate: list[Sequence[Target]] = []
         self._sums: dict[Target, Any] = state.get("sums", {})  # as the kinds of the weights have them
-        self._calls: dict[Target, list[int]] = state.get("calls", {})
         self._levels: dict[Target, float] = state.get("levels", {})
         self._energy = state.get("energy", torch.zeros(1, dtype=torch.float64))
         self._part: int | None = state.get("part")
 
     def _state(self) -> dict[str, Any]:
         return {
-            "sums": self._sums, "calls": self._calls, "levels": self._levels, "energy": self._energy,
+            "sums": self._sums, "levels": self._levels, "energy": self._energy,
             "part": self._part,
         }  # fmt: skip
 
@@ -330,21 +316,19 @@ class _Gathering:
 
     def _allocate(self, targets: Sequence[Target]) -> None:
         """Allocate the sums of targets: before the forward, because they are kept for long."""
-        runner, new = self.runner, set(targets) - self._calls.keys()
+        runner, new = self.runner, set(targets) - self._sums.keys()
         for group in self.inputs if new else ():
             if new.isdisjoint(group):
                 continue
-            self._calls |= {target: [0] * len(runner.batches) for target in group}
             # Without gradients, targets that share an input share its moments.
             for shared in [[target] for target in group] if self.gradients else [group]:
-                sums = group[0].kind.sums(shared, self.gradients, runner.device, keep=self.keep)
+                sums = group[0].kind.sums(shared, self.gradients, runner.device)
                 self._sums |= dict.fromkeys(shared, sums)
 
     def _add(self, target: Target, call: Call, slope: Tensor | None) -> None:
-        self._calls[target][call.place[0]] += 1
         if not self._sums[target].add(target, call, slope, self._roots_of(target)):
             raise CompressionError(
-                f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
+                f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.batch}: "
                 "use method='activation', or a model in float32"
             )
 
@@ -365,7 +349,7 @@ class _Gathering:
         for target in (target for group in groups for target in group):
             sums = self._sums.pop(target)
             if sums.leader is target:
-                moments[target] = sums.moments(self.runner.sum_, tuple(self._calls[target]))
+                moments[target] = sums.moments(self.runner.sum_)
             else:
                 moments[target] = moments[sums.leader]
         moments = self.runner.kept(moments)  # the weights are fitted one after another, and their moments wait
@@ -420,77 +404,3 @@ def _roots(gradients: Tensor, level: float) -> Tensor:  # (groups, rows, outer) 
     blocks = [torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64) for rows in row_blocks(gradients)]
     sizes = torch.cat(blocks, dim=1)
     return (sizes.square() / level + _EVEN).clamp_max(_MAX_WEIGHT).sqrt().to(gradients.dtype)
-
-
-class _Stop(BaseException):
-    """End a forward after a layer has run. It is not an Exception, which the runner would report."""
-
-
-def gather_drift(
-    runner: Runner,
-    targets: Sequence[Target],
-    moments: Mapping[Target, Moments],
-    compressed: Callable[[], Any],
-    description: str,
-) -> dict[Target, Moments] | None:
-    """Return moments of the targets' shared input under ``compressed``, which replaces layers, and cross moments.
-
-    Positions have the same weights as in the targets' ``moments``. The result is None if the number of positions of a
-    batch differs under ``compressed``, for example behind a router that reads outputs of replaced layers.
-    """
-    sums, crosses, originals, starts = {}, {}, {}, dict.fromkeys(targets, 0)
-    for target in targets:
-        sums[target] = Sums([target], False, runner.device)
-        crosses[target] = square_zeros(target.groups, target.inner, runner.device)
-        originals[target] = ShiftedSum(target.groups, target.inner, runner.device)
-
-    def read(batch: Any, left: int) -> list[Tensor]:
-        rows_read: list[Tensor] = []
-        masks = runner.mask(batch)
-
-        def note(target: Target, module: nn.Module, x: Tensor, _: Further) -> None:
-            nonlocal left
-            rows_read.extend(target.kind.input_rows(module, target.kind.counted_input(module, x, masks), target.groups))
-            left -= 1
-            if left == 0:
-                raise _Stop
-
-        if left:
-            with watched(targets[:1], note), suppress(_Stop):
-                runner.output(batch)
-        return rows_read
-
-    unpaired = torch.zeros(1, dtype=torch.float64)
-    with torch.no_grad():
-        for number, batch in enumerate(runner.over(runner.batches, description)):
-            before = read(batch, moments[targets[0]].calls[number])
-            with compressed():
-                after = read(batch, len(before))
-            if [x.shape for x in before] != [z.shape for z in after]:
-                unpaired += 1
-                break
-            for x, z in zip(before, after, strict=True):
-                for target in targets:
-                    start = starts[target]
-                    end = starts[target] = start + x.shape[1]
-                    roots = moments[target].roots
-                    roots = None if roots is None else roots[:, start:end]
-                    weighted = sums[target].inputs.add(z, roots)
-                    add_squares(sums[target].A, weighted)
-                    add_products(crosses[target], originals[target].add(x, roots), weighted)
-    runner.sum_([unpaired])
-    if unpaired:
-        return None
-    drift = {}
-    for target in targets:
-        drift_sums, cross = sums[target], crosses[target]
-        drift_sums.finish_()
-        originals[target].undo_shift_(cross, drift_sums.inputs)
-        mean, weight = drift_sums.inputs.total(), drift_sums.inputs.weight
-        runner.sum_([drift_sums.A, cross, mean, weight])
-        weight = torch.where(weight > 0, weight, 1.0)
-        positions = moments[target].positions
-        drift[target] = Moments(
-            drift_sums.A / weight[..., None], mean / weight, None, positions, cross / weight[..., None]
-        )
-    return drift

@@ -5,7 +5,7 @@ mean of the first rows is subtracted from the inputs, because a large mean would
 """
 
 __all__ = [
-    "Call", "Moments", "RootsOf", "ShiftedSum", "Sums", "add_products", "add_squares", "is_finite", "mirror_",
+    "Call", "Moments", "RootsOf", "ShiftedSum", "Sums", "add_squares", "is_finite", "mirror_",
     "square_zeros",
 ]  # fmt: skip
 
@@ -66,11 +66,11 @@ class ShiftedSum:
         """Return the weighted sum of the original rows."""
         return self.sum + self.weight * self.shift[:, 0]
 
-    def undo_shift_(self, products: Tensor, other: "ShiftedSum") -> None:
-        """Undo the shift: convert X^T Y of the shifted rows into X^T Y of the original rows, in place."""
-        # (x + s)(y + t)^T = x y^T + x t^T + s (y + t)^T
-        products.baddbmm_(self.sum[:, :, None], other.shift)
-        products.baddbmm_(self.shift.mT, other.total()[:, None, :])
+    def undo_shift_(self, products: Tensor) -> None:
+        """Undo the shift: convert X^T X of the shifted rows into X^T X of the original rows, in place."""
+        # (x + s)(x + s)^T = x x^T + x s^T + s (x + s)^T
+        products.baddbmm_(self.sum[:, :, None], self.shift)
+        products.baddbmm_(self.shift.mT, self.total()[:, None, :])
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,6 @@ class Moments:
         mean: Mean of its inputs, (groups, inner), with the same weights.
         G: Second moment of the gradients at its outputs, (groups, outer, outer), or None; for experts as A.
         positions: How often the layer was applied, over all batches.
-        cross: If the inputs are inputs in the compressed model: the cross moment of the original's inputs (rows) and
-            these inputs (columns), (groups, inner, inner).
-        roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
-            weights are equal.
-        calls: How often the layer is called in each batch.
         tokens: Number of tokens of each expert; empty for layers without experts.
         shares: Share with which the error of each expert counts, (experts,); None for layers without experts.
     """
@@ -96,9 +91,6 @@ class Moments:
     mean: Tensor
     G: Tensor | None
     positions: float
-    cross: Tensor | None = None
-    roots: Tensor | None = None
-    calls: tuple[int, ...] = ()
     tokens: tuple[float, ...] = ()
     shares: Tensor | None = None
 
@@ -113,13 +105,13 @@ class Call(NamedTuple):
     """One call of a layer in a batch.
 
     Attributes:
-        place: The number of the batch, and the number of earlier calls in this batch.
+        batch: The number of the batch.
         module: The layer.
         x: What the moments need of the input, see :meth:`WeightKind.counted_input`.
         group: The group whose matrix multiplies the input, where each call multiplies by one.
     """
 
-    place: tuple[int, int]
+    batch: int
     module: nn.Module
     x: Tensor
     group: int = 0
@@ -133,18 +125,14 @@ They are (groups, rows), one number for all rows if the call has no gradients, o
 
 
 class Sums:
-    """Sums over the rows of an input, and over the gradients of the targets that read it.
+    """Sums over the rows of an input, and over the gradients of the targets that read it."""
 
-    With ``keep``, the roots of the weights are stored.
-    """
-
-    def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool = False) -> None:
-        self.leader, self.keep = targets[0], keep
+    def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> None:
+        self.leader = targets[0]
         groups, n = self.leader.groups, self.leader.inner
         self.A, self.inputs = square_zeros(groups, n, device), ShiftedSum(groups, n, device)
         self.G = {target: square_zeros(groups, target.outer, device) for target in targets if gradients}
         self.positions = torch.zeros(1, dtype=torch.float64, device=device)
-        self.roots: list[tuple[tuple[int, int], Tensor]] = []  # (batch, call), and roots of the weights
 
     def add(self, target: Target, call: Call, slope: Tensor | None, roots_of: RootsOf) -> bool:
         """Add a call of a target, with the gradients at its output; return whether the gradients are finite."""
@@ -155,7 +143,7 @@ class Sums:
         return True
 
     def _add_input(self, call: Call, roots: Tensor | float | None) -> None:
-        """Add the finite input of a call; by the place of the call, the roots are sorted."""
+        """Add the finite input of a call."""
         start = 0
         for rows in self.leader.kind.input_rows(call.module, call.x, self.leader.groups):
             end = start + rows.shape[1]
@@ -163,24 +151,17 @@ class Sums:
             if isinstance(chunk_roots, float):
                 chunk_roots = torch.full(rows.shape[:2], chunk_roots, dtype=rows.dtype, device=rows.device)
             add_squares(self.A, self.inputs.add(rows, chunk_roots))
-            if chunk_roots is not None and self.keep:
-                self.roots.append((call.place, chunk_roots))
             start = end
         self.positions += start
 
     def finish_(self) -> None:
         """Undo the shift of the moments, and mirror the triangles that were summed, in place."""
-        self.inputs.undo_shift_(self.A, self.inputs)
+        self.inputs.undo_shift_(self.A)
         for moment in (self.A, *self.G.values()):
             mirror_(moment)
 
-    def moments(self, sum_: Callable[[Sequence[Tensor]], Any], calls: tuple[int, ...]) -> Moments:
-        """Return the moments of the leader.
-
-        Args:
-            sum_: Adds tensors over the ranks of a group, in place.
-            calls: How often the leader was called in each batch.
-        """
+    def moments(self, sum_: Callable[[Sequence[Tensor]], Any]) -> Moments:
+        """Return the moments of the leader; ``sum_`` adds tensors over the ranks of a group, in place."""
         self.finish_()
         weight, mean = self.inputs.weight, self.inputs.total()
         sum_([self.A, mean, *self.G.values(), weight, self.positions])
@@ -190,10 +171,7 @@ class Sums:
         mean /= weight
         for G in self.G.values():
             G /= positions
-        # Gradients arrive in the order of backward; the drift reads the calls in the order of the forward.
-        self.roots.sort(key=lambda entry: entry[0])
-        roots = torch.cat([roots for _, roots in self.roots], 1) if self.roots else None
-        return Moments(self.A, mean, self.G.get(self.leader), positions, roots=roots, calls=calls)
+        return Moments(self.A, mean, self.G.get(self.leader), positions)
 
 
 def mirror_(moment: Tensor) -> None:  # (groups, n, n)
@@ -240,13 +218,6 @@ def _range(x: Tensor) -> tuple[float, float]:
 def is_finite(x: Tensor) -> bool:
     """Return whether all entries are finite."""
     return not x.numel() or all(map(isfinite, _range(x)))
-
-
-@driver
-def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T right to ``total``."""
-    for left_rows, right_rows in zip(left.split(_ROWS, 1), right.split(_ROWS, 1), strict=True):
-        total += left_rows.mT @ right_rows
 
 
 def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, int]:

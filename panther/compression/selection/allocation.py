@@ -270,12 +270,9 @@ def byte_limit(
     max_bytes: int | None = None,
     slower: bool = True,
 ) -> int | None:
-    """Return the bytes for the targets, or None if no size is given.
+    """Return the bytes for the targets, or None if no size is given; raise if the smallest forms take more.
 
     ``slower`` states whether slower forms are among the options; only the error message depends on it.
-
-    Raises:
-        CompressionError: If the smallest forms take more.
     """
     dense, least = sum(target.dense_bytes for target in options), least_bytes(options)
     numbers = sum(target.dense_numbers for target in options)
@@ -417,12 +414,7 @@ _REFIT_RATIO, _CAUTIOUS_RIDGE = 3.0, 0.3
 def fit_and_allocate(
     fit_with_ridge: Callable[[float], Fits], allocation_of: Callable[[Fits], Allocation]
 ) -> tuple[Fits, Allocation]:
-    """Fit with the usual ridge, and again with a larger one if the predicted error is far below the held-out error.
-
-    Args:
-        fit_with_ridge: A function of a ridge that returns the fits.
-        allocation_of: A function of the fits that returns the choice.
-    """
+    """Fit with the usual ridge, and again with a larger one if the predicted error is far below the held-out error."""
     fits = fit_with_ridge(RIDGE)
     allocation = allocation_of(fits)
     if _is_misleading(fits, allocation):

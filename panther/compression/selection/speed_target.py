@@ -99,11 +99,7 @@ def _missed(speed_target: SpeedTarget, reached: float) -> CompressionError:
 def choose_in_time(
     runner: Runner, survey: Survey, fits: Fits, timing: Timing, allocate: str, speed_target: SpeedTarget, seed: int
 ) -> Allocation:
-    """Choose the forms of the least loss with which the model reaches the speed target.
-
-    Raises:
-        CompressionError: If the model misses the target even with the fastest forms.
-    """
+    """Choose the forms of the least loss with which the model reaches the speed target, or raise."""
     if speed_target.speedup <= 1:
         dense = {target: Option(DENSE, target.dense_bytes, error=0.0) for target in survey.targets}
         return Allocation(

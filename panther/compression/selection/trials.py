@@ -5,7 +5,7 @@ new layers with the layers that they replace.
 """
 
 __all__ = [
-    "Measured", "Trials", "convert_all", "convert_in_sequence", "convert_target", "measure",
+    "Measured", "Trials", "convert_all", "convert_target", "measure",
     "model_speed",
 ]  # fmt: skip
 
@@ -20,18 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._torch import tree_leaves
 from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import ScoreFill, counted
 from panther.compression.calibration.runner import Runner, relative_error, return_freed_memory, row_blocks, squares
 from panther.compression.calibration.steps import Receive, Step
 from panther.compression.calibration.survey import hooked, watched
 from panther.compression.calibration.targets import Further, Survey, Target, replace_modules
-from panther.compression.forms import DENSE, Choice, Fits, Option, Options, Replacement, TargetFit, form_named
+from panther.compression.forms import Choice, Fits, Option, Options, Replacement, form_named
 from panther.compression.forms.low_rank import convert_seeded
-from panther.compression.forms.metric import Metric, factor, metric_of, wide_dtype
-from panther.compression.forms.rounding import RoundingTask, fit_quantized
-from panther.compression.moments import gather_drift
 from panther.compression.selection.timing import compare_speed
 from panther.errors import CompressionError
 
@@ -58,42 +54,6 @@ def convert_target(target: Target, fits: Fits, option: Option, seed: int) -> Rep
     if target in fits.fits:
         return form_named(option.form).convert(target, option, fits.fits[target], fits.settings, seed)
     return {} if option.rank is None else convert_seeded(target, 1, option.rank // 2, "random", seed)
-
-
-def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
-    """Make the new layers one after another, each fitted to its input in the model with the earlier new layers."""
-    seeds = survey.seeds(seed)
-    new: Replacement = {}
-    for number, targets in enumerate(fits.inputs):
-        choices = [(target, option) for target in targets if (option := choice[target]).form != DENSE]
-        if not choices:
-            continue
-        # Indices do not change as layers are compressed, and a router may send tokens to different experts.
-        if not targets[0].kind.has_metric:
-            for target, option in choices:
-                new |= convert_target(target, fits, option, seeds[target])
-            continue
-        compressed = partial(replace_modules, runner.model, dict(new))
-        description = f"sequential {number + 1}/{len(fits.inputs)}"
-        drift = gather_drift(runner, targets, fits.moments, compressed, description)
-        for target, option in choices:
-            metric = metric_of(target, fits.moments[target], drift[target] if drift else None, fits.ridge)
-            fit = _fit_option(target, option, metric, fits, seeds[target])
-            new |= form_named(option.form).convert(target, option, fit, fits.settings, seeds[target])
-    return new
-
-
-def _fit_option(target: Target, option: Option, metric: Metric, fits: Fits, seed: int) -> TargetFit:
-    """Return the fit of one option of a weight alone."""
-    form, settings, dtype = form_named(option.form), fits.settings, wide_dtype(target)
-    rank = option.rank or 0
-    if form.bits is None or not form.uses_rounding:
-        components = factor(metric.source, metric, most=rank, seed=seed, dtype=dtype)
-        return TargetFit(components, {}, {form.name: form.fit(metric, settings, seed)})
-    (codes,) = fit_quantized(
-        [RoundingTask(metric, [form.bits], rank, seed, dtype)], settings.group_size, symmetric=settings.symmetric
-    )
-    return TargetFit(factor(metric.source, metric, most=0, seed=seed, dtype=dtype), codes)
 
 
 # Losses of single layers are means over this number of pairs of a sample and a direction, with a relative standard
@@ -345,10 +305,9 @@ def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Repl
 def _measure_layers(
     runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
 ) -> tuple[dict[Target, float | None], dict[Target, tuple[float, float]]]:
-    """Run the original model on the held-out batches, and compare each new layer with its old layer on the same input.
+    """Compare each new layer with its old layer on the same input in the original model.
 
-    Returns:
-        The relative error of each target, and its speed-up and seconds, for targets that were called.
+    Return the relative error of each target, and the speed-up and seconds of targets that were called.
     """
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))  # squares of the error and of the output
@@ -380,14 +339,9 @@ def model_speed(runner: Runner, replacement: Replacement) -> tuple[float, float]
 
     Both are means over the ranks of the group.
     """
-    before = runner.held_out[0]
-    batch = copy_batch(before)
-    runner.plain_output(batch)
-    # A copy for each run takes time, so that copies are made only if the forward writes to its batch.
-    writes = not _is_equal_batch(batch, before)
 
     def run() -> None:
-        runner.plain_output(copy_batch(before) if writes else batch)
+        runner.plain_output(copy_batch(runner.held_out[0]))  # a forward may write to its batch
 
     with runner.fast_paths():
         figures = compare_speed(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
@@ -395,12 +349,3 @@ def model_speed(runner: Runner, replacement: Replacement) -> tuple[float, float]
     runner.mean_([table])
     dense_s, speedup = table.tolist()
     return dense_s, speedup
-
-
-def _is_equal_batch(first: Any, second: Any) -> bool:
-    """Return whether two batches have equal tensors in the same places."""
-    leaves, other_leaves = tree_leaves(first), tree_leaves(second)
-    return len(leaves) == len(other_leaves) and all(
-        not isinstance(leaf, Tensor) or (leaf.shape == other.shape and torch.equal(leaf, other))
-        for leaf, other in zip(leaves, other_leaves, strict=True)
-    )

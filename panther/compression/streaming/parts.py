@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import Alias, tree_flatten, tree_unflatten, version_of
-from panther.compression.calibration.eligibility import is_selected, selectors_of
 from panther.compression.calibration.masks import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import relative_error, squares
 from panther.compression.calibration.steps import SKIPPED_CALL, forward_replaced
 from panther.compression.calibration.survey import blocks_of
-from panther.compression.calibration.targets import Selector, Target, holder_of
+from panther.compression.calibration.targets import Target, holder_of
 from panther.compression.streaming.spool import Spool
 from panther.errors import CompressionError
 
@@ -82,14 +81,7 @@ class Parts:
         return _file_name(place, batch_number) in self._spool
 
     def run(self, forward: Callable[[], Tensor], place: int, batch_number: int, *, record: bool = False) -> PartRun:
-        """Run the model to the end of a part, or to its end if the part is the last one.
-
-        Args:
-            forward: Runs the model for the batch.
-            place: The place of the part. The results of all parts before it were recorded.
-            batch_number: The number of the batch.
-            record: Whether to keep the results of the part.
-        """
+        """Run the model to the end of a part; the results of all parts before it were recorded."""
         run = PartRun()
         call = _Calls(self, run, place, batch_number, record=record)
         try:
@@ -294,78 +286,23 @@ def _dispatched(
         yield
 
 
-def _named_blocks(model: nn.Module, blocks: Selector | Sequence[Selector]) -> list[nn.Module]:
-    """Return the modules that selectors name as blocks, in the order of the model; a glob names the outermost matches.
-
-    Raises:
-        CompressionError: If a selector matches no module, or a block contains another block.
-    """
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name:
-            names.setdefault(module, []).append(name)
-    selected: dict[nn.Module, None] = {}
-    for selector in selectors_of("blocks", blocks, ()):
-        matches = [module for module, places in names.items() if is_selected(selector, places, module)]
-        if not matches:
-            raise CompressionError(
-                f"blocks={selector!r} matches no module of the model: give names of model.named_modules(), globs of "
-                "names such as 'layers.*', types, or functions of a module and its name"
-            )
-        if isinstance(selector, str):
-            matches = _outermost(matches)
-        selected |= dict.fromkeys(matches)
-    for block in selected:
-        if inner := next((module for module in block.modules() if module is not block and module in selected), None):
-            raise CompressionError(
-                f"blocks name {names[block][0]!r} and {names[inner][0]!r} within it, and blocks run one after another: "
-                "name only one of the two"
-            )
-    return [module for module in names if module in selected]
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are in none of the others: the star of a glob also stands for dots."""
-    inside = {inner for module in modules for inner in module.modules() if inner is not module}
-    return [module for module in modules if module not in inside]
-
-
 def checked_part_modules(
     model: nn.Module,
     targets: Sequence[Target],
-    blocks: Selector | Sequence[Selector] | None,
     forward: Callable[[], Tensor],
     rows: Masks,
     spool: Spool,
 ) -> list[nn.Module]:
     """Find the modules of the parts, in the order of their calls, and check that they can run one by one.
 
-    Args:
-        model: The model.
-        targets: The weights to compress, whose layers are parts where no block contains them.
-        blocks: The blocks by name, which are found by the model's structure if it is None.
-        forward: A function that returns the model's output for the first batch.
-        rows: The rows of this output that count.
-        spool: The files for the results of the parts.
-
-    Raises:
-        CompressionError: If the model calls none of its layers, or not all of the blocks, or if its output is another
-            one where the parts run one by one.
+    ``forward`` returns the model's output for the first batch, of which ``rows`` count.
     """
     names = {module: name for name, module in model.named_modules()}
     layers = {holder_of(module) for target in targets for module in target.modules}
-    if blocks is None:
-        block_modules = [parent.get_submodule(name) for parent, name in blocks_of(model, layers)]
-    else:
-        block_modules = _named_blocks(model, blocks)
+    block_modules = [parent.get_submodule(name) for parent, name in blocks_of(model, layers)]
     inside = {module for block in block_modules for module in block.modules()}
     units = [*dict.fromkeys(block_modules), *(layer for layer in layers if layer not in inside)]
     calls, output = _called(units, forward)
-    if blocks is not None and (uncalled := [block for block in block_modules if block not in calls]):
-        raise CompressionError(
-            f"blocks name {names[uncalled[0]]!r}, which the model does not call for the first batch: name modules "
-            "whose forward it calls, such as the elements of a list"
-        )
     if not calls:
         raise CompressionError(
             "the forward of the model calls none of its layers, so that it cannot run part by part: compress "

@@ -19,7 +19,7 @@ from panther.compression.calibration.eligibility import check_adapters, check_mo
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.runner import Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
-from panther.compression.calibration.targets import Selector, Target, holder_of
+from panther.compression.calibration.targets import Target, holder_of
 from panther.compression.config import CompressConfig
 from panther.compression.report import CompressionReport
 from panther.compression.streaming.parts import PartRun, Parts, ResultGradients, checked_part_modules
@@ -47,13 +47,11 @@ class StreamingRunner(Runner):
         self,
         *args: Any,
         scratch: Path,
-        blocks: Selector | Sequence[Selector] | None = None,
         source: SourceFiles | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._source = source
-        self._blocks = blocks
         self.spool = spool = Spool(scratch)
         self._parts: Parts | None = None
         self._is_within = False
@@ -233,7 +231,6 @@ class StreamingRunner(Runner):
                 lambda: checked_part_modules(
                     self.model,
                     targets,
-                    self._blocks,
                     partial(self.output, self.batches[0]),
                     self.mask(self.batches[0]),
                     self.spool,
@@ -253,34 +250,22 @@ def compress_streamed(
     config: CompressConfig,
     scratch: Path,
     source: SourceFiles | None = None,
-    blocks: Selector | Sequence[Selector] | None = None,
 ) -> CompressionReport:
     """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
 
-    If ``scratch`` has files of a process that was killed, their contents are used. The new layers of the model are
-    mapped from files that are removed already.
-
-    Args:
-        model: The model.
-        config: The settings.
-        scratch: The folder, which belongs to this call.
-        source: The files of the weights, which must not change.
-        blocks: The modules that run as blocks, as ``include`` selects layers; None finds them by the model's structure.
-
-    Raises:
-        CompressionError: As for :func:`panther.compress`; if the model cannot be run part by part; if the files of the
-            weights change meanwhile; and if ``scratch`` has files of a run with other arguments, or damaged ones.
+    If ``scratch``, which belongs to this call, has files of a process that was killed, their contents are used. The new
+    layers are mapped from files that are removed already. Nothing may write to ``source``, the files of the weights.
     """
     check_model(model)
     check_adapters(model)
     with freed_blocks_returned(), plain_tensors() as forward_device, without_compiled_blocks(model):
         runner = StreamingRunner(
             model, config.calibration, config.forward_fn, config.mask_fn, None, config.progress, config.loss_fn,
-            forward_device, scratch=scratch, blocks=blocks, source=source,
+            forward_device, scratch=scratch, source=source,
         )  # fmt: skip
         spool = runner.spool
         description = {
-            "source": f"{source}", "blocks": _described_setting(blocks), **_described(config, runner),
+            "source": f"{source}", **_described(config, runner),
         }  # fmt: skip
         before = spool.notes.setdefault("description", description)
         seed = spool.notes.setdefault("seed", check_seed(config.seed))

@@ -124,11 +124,7 @@ class Spool:
         self._sizes[name], self._checksums[name] = checked.position, checked.checksum
 
     def read(self, name: str) -> Any:
-        """Return the value of a name, whose tensors are mapped. Writing to them does not change the file.
-
-        Raises:
-            CompressionError: If the file is damaged.
-        """
+        """Return the value of a name, whose tensors are mapped. Writing to them does not change the file."""
         path = self._path(name)
         try:
             is_sound = name not in self._unchecked or file_checksum(path) == self._checksums[name]

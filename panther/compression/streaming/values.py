@@ -82,12 +82,7 @@ class Decoder:
         self._tensors: dict[Any, Tensor] = {}
 
     def decode(self, plain: Any) -> Any:
-        """Return a value.
-
-        Raises:
-            ValueError, KeyError, TypeError, IndexError, AttributeError: If :class:`Encoder` has not made it, or if this
-                process has not defined one of its classes or objects.
-        """
+        """Return a value, or raise ValueError, TypeError, KeyError or similar if :class:`Encoder` has not made it."""
         if type(plain) in _PLAIN:
             return plain
         kind, *content = plain

@@ -111,11 +111,11 @@ class ExpertSums:
         _add(self.A, call.group, shifted if self.A.dim() > 2 else rows * roots[..., None])
         return slope is None or self.G is None or _add(self.G, call.group, slope)
 
-    def moments(self, sum_: Callable[[Sequence[Tensor]], Any], calls: tuple[int, ...]) -> Moments:
+    def moments(self, sum_: Callable[[Sequence[Tensor]], Any]) -> Moments:
         """Return the moments, as :meth:`~panther.compression.moments.sums.Sums.moments` does."""
         if self.A.dim() > 2:
             for expert, inputs in enumerate(self.inputs):
-                inputs.undo_shift_(_of_expert(self.A, expert), inputs)
+                inputs.undo_shift_(_of_expert(self.A, expert))
         matrices = [self.A] if self.G is None else [self.A, self.G]
         for matrix in matrices:
             if matrix.dim() > 2:
@@ -369,7 +369,7 @@ class ExpertsKind(MatrixKind):
         tokens: tuple[Tensor, int] = further[0][1]
         return tokens
 
-    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool) -> Any:
+    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> Any:
         """Return the sums over the tokens of each expert."""
         return ExpertSums(targets[0], gradients, device)
 

@@ -30,9 +30,9 @@ class MatrixKind(WeightKind):
     last dimension of the input, it also defines :meth:`input_rows` and :meth:`gradient_rows`.
     """
 
-    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool) -> Any:
+    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> Any:
         """Return the sums of products of inputs, and of gradients."""
-        return Sums(targets, gradients, device, keep=keep)
+        return Sums(targets, gradients, device)
 
     def moments_bytes(self, targets: Sequence[Target], gradients: bool) -> int:
         """Return the bytes of A, which targets share without gradients, and of the G of each."""

@@ -164,7 +164,7 @@ class TableSums:
         assert self.G is not None
         return add_squares(self.G, slope)
 
-    def moments(self, sum_: Callable[[Sequence[Tensor]], Any], calls: tuple[int, ...]) -> TableMoments:
+    def moments(self, sum_: Callable[[Sequence[Tensor]], Any]) -> TableMoments:
         """Return the moments, as :meth:`~panther.compression.moments.sums.Sums.moments` does."""
         for matrix in (self.G, self.A):
             if matrix is not None and matrix.dim() > 1:
@@ -300,7 +300,7 @@ class TableKind(LinearKind):
             return counted(x[..., None], masks, module)[:, 0]
         return super().counted_input(module, x, masks)
 
-    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool) -> TableSums:
+    def sums(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> TableSums:
         """Return the sums over lookups and products."""
         return TableSums(targets[0], gradients, device)
 
@@ -319,10 +319,7 @@ class TableKind(LinearKind):
     def fit(
         self, target: Target, moments: TableMoments | None, widths: Sequence[int], settings: FormSettings, ridge: float
     ) -> TargetFit:
-        """Round the weight to each of the widths, in bits; without moments, each entry to its nearest code.
-
-        Cost: for each width ``rows columns^2`` flops, and the search of the grids.
-        """
+        """Round the weight to each of the widths, in bits; without moments, each entry to its nearest code."""
         size = min(settings.group_size or target.inner, target.inner)
         order, coefficients = _feedback(target, moments)
         parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {bits: [] for bits in widths}

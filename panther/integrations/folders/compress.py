@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from panther._process_settings import ProcessSetting
 from panther.compression import CompressionReport
-from panther.compression.calibration.targets import Selector
 from panther.compression.config import CompressConfig
 from panther.compression.streaming.runner import compress_streamed
 from panther.compression.streaming.source import SourceFiles
@@ -127,7 +126,7 @@ def _cpu_tensors(value: Any) -> Iterator[Tensor]:
 
 # Settings of pr.compress that need the whole model in memory, or its speed there.
 _IN_MEMORY = (
-    "max_error", "speedup", "max_latency_ms", "sequential", "heal", "statistics_memory_bytes", "measure_speed",
+    "max_error", "speedup", "max_latency_ms", "heal", "statistics_memory_bytes", "measure_speed",
     "allow_slower", "group",
 )  # fmt: skip
 
@@ -147,7 +146,6 @@ def compress_folder(
     bits: float | None = None,
     max_bytes: int | None = None,
     scratch_dir: str | os.PathLike[str] | None = None,
-    blocks: Selector | Sequence[Selector] | None = None,
     **options: Any,
 ) -> CompressionReport:
     """Compress the model of a folder into another folder, with one part of the model in memory at a time.
@@ -179,10 +177,8 @@ def compress_folder(
         bits: The size as an average number of bits for each eligible weight.
         max_bytes: Bytes that all tensors of the model may take when saved.
         scratch_dir: An existing folder for what is kept on disk meanwhile; None is the target's.
-        blocks: The modules that are run as blocks, by names, globs, types or functions, as ``include`` selects layers;
-            None finds them by the model's structure. Layers outside of them are blocks of their own.
         **options: Further arguments of :func:`panther.compress`, except for those that need the whole model in memory:
-            ``max_error``, ``speedup``, ``max_latency_ms``, ``sequential``, ``heal``, ``statistics_memory_bytes``,
+            ``max_error``, ``speedup``, ``max_latency_ms``, ``heal``, ``statistics_memory_bytes``,
             ``measure_speed``, ``allow_slower`` and ``group``; ``reader`` implies the ``target`` of
             :func:`panther.compress`.
 
@@ -248,7 +244,7 @@ def compress_folder(
             check_beside(source, folder)
         files = SourceFiles(inner)
         model = mapped_from_pretrained(inner, scratch)
-        report = compress_streamed(model, config, scratch, files, blocks)
+        report = compress_streamed(model, config, scratch, files)
         write_signed(scratch / _SAVING, None)  # from now on the target is not empty
         copy_beside(source, folder)
         model_target = folder / inner.relative_to(source)

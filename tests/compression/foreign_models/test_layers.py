@@ -59,7 +59,7 @@ class Mixture(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "activation"}, {"sequential": True}])
+@pytest.mark.parametrize("options", [{}, {"method": "activation"}])
 def test_experts_that_the_first_batch_does_not_call(options):
     batches = inputs(15, rows=9, seed=5)
     batches[0] = batches[0][:3]
