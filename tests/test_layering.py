@@ -46,7 +46,7 @@ LEVELS = {
     "compression": {
         "calibration": 0, "readers": 0, "moments": 1, "forms": 2,
         "config": 3, "selection": 3, "weights": 3,
-        "memory": 4, "report": 4,
+        "report": 4,
         "fitting": 5, "healing": 5,
         "linearization": 6, "preparation": 6,
         "_compress": 7, "streaming": 8, "": 9,

@@ -82,7 +82,7 @@ def fit_targets(
             fitted.append(replace(part, moments={}, state={}))
             return_freed_memory()  # of moments and factors
     if not passes:  # without calibration there are no moments, and the metric is the identity
-        unmeasured = Gathered([], {}, dict.fromkeys(survey.targets), 0.0, {})
+        unmeasured = Gathered({}, dict.fromkeys(survey.targets), 0.0, {})
         plan = weights.plan([unmeasured])
         weights.fit_part(unmeasured, plan, partial(runner.over, description="fits"))
     summaries = {target: summary for part in fitted for target, summary in part.summaries.items()}

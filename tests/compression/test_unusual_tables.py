@@ -8,7 +8,7 @@ from torch import nn
 
 import panther as pr
 from panther.compression.calibration.targets import Target
-from panther.compression.moments.sums import Call
+from panther.compression.moments import Call
 from panther.compression.weights.table import TableSums
 from panther.nn import QuantizedEmbeddingBag
 from tests.support.language_models import (

@@ -140,8 +140,8 @@ class WeightKind:
     ) -> AbstractContextManager[None]:
         """Let modules call the layers that stand for their parameters, within the block.
 
-        ``masks_of`` returns the masks of the present batch (None: all positions count). ``unreadable`` takes the weights
-        that cannot be followed, with the reason (None: that is an error).
+        ``masks_of`` returns the masks of the present batch, or None if all positions count. ``unreadable`` takes the
+        weights that cannot be followed, with the reason; None: that is an error.
         """
         return nullcontext()
 
@@ -169,7 +169,7 @@ class WeightKind:
         return counted(gradient, masks, module)[None]
 
     def sums(self, targets: Sequence["Target"], gradients: bool, device: torch.device) -> Any:
-        """Return the sums of weights that read one input; see :class:`~panther.compression.moments.sums.Sums`."""
+        """Return the sums of weights that read one input; see :class:`~panther.compression.moments.Sums`."""
         raise NotImplementedError
 
     def moments_bytes(self, targets: Sequence["Target"], gradients: bool) -> int:

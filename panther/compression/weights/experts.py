@@ -56,7 +56,7 @@ from panther.compression.forms.rounding import (
     join_weights,
     sensitivity,
 )
-from panther.compression.moments.sums import (
+from panther.compression.moments import (
     Call,
     Moments,
     RootsOf,
@@ -112,7 +112,7 @@ class ExpertSums:
         return slope is None or self.G is None or _add(self.G, call.group, slope)
 
     def moments(self, sum_: Callable[[Sequence[Tensor]], Any]) -> Moments:
-        """Return the moments, as :meth:`~panther.compression.moments.sums.Sums.moments` does."""
+        """Return the moments, as :meth:`~panther.compression.moments.Sums.moments` does."""
         if self.A.dim() > 2:
             for expert, inputs in enumerate(self.inputs):
                 inputs.undo_shift_(_of_expert(self.A, expert))

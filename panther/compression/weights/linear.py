@@ -14,7 +14,7 @@ from panther.compression.calibration.targets import Target, WeightKind, register
 from panther.compression.forms.base import FormSettings
 from panther.compression.forms.metric import metric_of
 from panther.compression.forms.rounding import sensitivity
-from panther.compression.moments.sums import Moments, Sums
+from panther.compression.moments import Moments, Sums
 from panther.nn import LowRankLinear, QuantizedLinear, SKLinear
 from panther.nn.factors import overrides_forward
 from panther.nn.quantized import stored_bytes

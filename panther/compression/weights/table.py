@@ -27,7 +27,7 @@ from panther.compression.calibration.targets import Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit
 from panther.compression.forms.metric import Fit
 from panther.compression.forms.rounding import QuantizedFit, QuantizedWeight, add_ridge_, feedback
-from panther.compression.moments.sums import Call, RootsOf, add_squares, is_finite, mirror_, square_zeros
+from panther.compression.moments import Call, RootsOf, add_squares, is_finite, mirror_, square_zeros
 from panther.compression.weights.linear import DOUBLE, LinearKind
 from panther.nn import QuantizedEmbedding, QuantizedEmbeddingBag
 from panther.nn.quantized.grid import quantization_grid, quantize
@@ -165,7 +165,7 @@ class TableSums:
         return add_squares(self.G, slope)
 
     def moments(self, sum_: Callable[[Sequence[Tensor]], Any]) -> TableMoments:
-        """Return the moments, as :meth:`~panther.compression.moments.sums.Sums.moments` does."""
+        """Return the moments, as :meth:`~panther.compression.moments.Sums.moments` does."""
         for matrix in (self.G, self.A):
             if matrix is not None and matrix.dim() > 1:
                 mirror_(matrix)
