@@ -295,7 +295,7 @@ def checked_part_modules(
 ) -> list[nn.Module]:
     """Find the modules of the parts, in the order of their calls, and check that they can run one by one.
 
-    ``forward`` returns the model's output for the first batch, of which ``rows`` count.
+    ``forward`` returns the model's output for the first batch; ``rows`` are the rows of it that count.
     """
     names = {module: name for name, module in model.named_modules()}
     layers = {holder_of(module) for target in targets for module in target.modules}
