@@ -66,7 +66,6 @@ collect_ignore = [
     "docs/examples",  # what sphinx-gallery makes of docs/gallery
     "docs/gallery",
     "docs/howto/scripts",
-    "tests/integrations/horovod_worker.py",  # run by test_horovod.py
     "tests/integrations/keras_on_backend.py",  # run by test_keras.py
     *(
         str(path)
@@ -103,8 +102,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
         if "integrations" in item.path.parts and {item.path.stem, item.path.parent.name} & set(ENGINES):
             item.add_marker("engine")
-        if item.path.name == "horovod.py":  # its examples
-            item.add_marker("engine_slow")
         if module := EXTRA_PAGES.get(item.path.name):
             item.add_marker("engine" if module in ENGINES else "extra")
             item.add_marker(pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}"))

@@ -8,7 +8,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._missing_names import missing_name
+from ._hints import missing_name
 from ._version import __version__
 
 if TYPE_CHECKING:

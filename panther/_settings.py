@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
-from panther._keywords import check_keywords
-from panther._setting_names import name_hint, value_hint
+from panther._hints import check_keywords, name_hint, value_hint
 from panther.errors import ConfigError
 
 _Fields = ParamSpec("_Fields")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther._keywords import check_keywords, explain_keywords
+from panther._hints import check_keywords, explain_keywords
 
 WEIGHTS = torch.linspace(-1, 1, 64).reshape(8, 8)
 CALLS = {
@@ -76,7 +76,7 @@ def test_the_error_about_an_attribute_names_the_right_one(name, hint):
 
 
 def test_advice_names_what_exists():
-    from panther._missing_names import hints
+    from panther._hints import hints
 
     for module, advice in hints()["attributes"].items():
         for names, advice_text in advice.items():

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # line; modules with an underscore, `errors`, `files` and the base of settings below all. A layer may import
 # itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
-    "_version", "_text", "_docstrings", "_logs", "_missing_names", "_descriptions", "_process_settings",
-    "_random_state", "_model_libraries", "errors", "files", "_setting_names", "_keywords", "_settings", "_torch",
+    "_version", "_text", "_docstrings", "_logs", "_hints", "_descriptions", "_process_settings",
+    "_random_state", "_model_libraries", "errors", "files", "_settings", "_torch",
     "kernels", "sketch", "linalg", "nn", "inspect", "compat", "distributed", "optim", "train",
     "compression", "tuning", "", "integrations", "cli", "__main__",
 )  # fmt: skip

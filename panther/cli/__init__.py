@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
+from panther._hints import advice_for, near_name
 from panther._logs import logs_shown
-from panther._setting_names import advice_for, near_name
 from panther._version import __version__
-from panther.cli._signals import TerminatedError, signals_raised
+from panther.cli._signals import TerminatedError, termination_raised
 from panther.errors import PantherError
 
 _COMMANDS = {
@@ -30,20 +30,20 @@ _COMMANDS = {
     "launch": "start a script on several processes, as torchrun does",
     "init": "write launch files for Slurm, Kubernetes, Ray or torchrun",
     "advise": "choose a parallelism: memory, bytes sent and time of every layout",
-    "simulate": "show on a CPU what data parallelism does, and check it",
     "explain": "print a page about a concept: sketching, seeds, memory, parallelism, ranks, ...",
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
     "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
 }
 _REMOVED = {
-    "profile": "torch.profiler records a script, as docs/howto/launch.rst shows, and profile=True a Trainer's run"
+    "profile": "torch.profiler records a script, as docs/howto/launch.rst shows, and profile=True a Trainer's run",
+    "simulate": "panther demo trains on several processes, and panther explain ddp tells what they do",
 }
 # The other commands install their own handlers of SIGTERM, or start processes that would inherit this handler.
 _ENDED_BY_SIGTERM = ("compress", "export")
 _EXIT_STATUS = """\
 exit status:
   0    success
-  1    the work failed: training, a check, a process or a file; or nothing fits (advise, simulate)
+  1    the work failed: training, a check, a process or a file; or nothing fits (advise)
   2    bad usage or bad input: an option, a setting, a path or a model that cannot be used
   130  interrupted (compress and export: 143 after SIGTERM)
   launch returns 1 if a rank failed, 128 + N if signal N ended it.
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        with logs_shown("panther: %(message)s", always=True), signals_raised(args.command in _ENDED_BY_SIGTERM):
+        with logs_shown("panther: %(message)s", always=True), termination_raised(args.command in _ENDED_BY_SIGTERM):
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -107,16 +107,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"{command!r} is not a command any more: {_REMOVED[command]}")
     if command is not None and command not in _COMMANDS and (near := get_close_matches(command, _COMMANDS, 1)):
         parser.error(f"{command!r} is not a command: did you mean {near[0]!r}?")
-    arguments = argv
     for name, summary in _COMMANDS.items():
         if name == command:
-            module = import_module(f"panther.cli.{name}")
-            module.add_parser(commands)
-            if name == "train":
-                arguments = module.new_spelling(commands.choices[name], argv)
+            import_module(f"panther.cli.{name}").add_parser(commands)
         else:
             commands.add_parser(name, help=summary)
-    args, rest = parser.parse_known_args(arguments, argparse.Namespace(argv=argv))
+    args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
     if getattr(args, "takes_launch_options", False):
         args.launch_options = rest
     elif rest:

@@ -1,16 +1,14 @@
 """Options of several subcommands: how they are added, their types, and checks of their values before the work."""
 
 __all__ = [
-    "add_option", "check_files", "check_folder", "check_new_folder", "disk_failure", "non_negative",
+    "add_option", "check_files", "check_folder", "check_new_folder", "non_negative",
     "non_negative_float", "note", "note_if_wide", "performance_noted", "positive", "positive_float", "seed",
     "whole_number",
 ]  # fmt: skip
 
 import argparse
-import errno
 import math
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -20,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning
-
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def add_option(
@@ -115,19 +111,6 @@ def check_files(**paths: str | None) -> None:
             raise PantherError(
                 f"--{name} {path} cannot be written: name a file in an existing folder that you may write to"
             )
-
-
-def disk_failure(error: BaseException) -> str | None:
-    """Return what a disk that is full or fails answered, if that caused an error; None if it did not."""
-    cause: BaseException | None = error
-    while cause is not None:
-        number = cause.errno if isinstance(cause, OSError) else None
-        if number is None and (code := re.search(r"\(os error (\d+)\)", str(cause))):  # of safetensors, in Rust
-            number = int(code[1])
-        if number in _DISK_ERRORS:
-            return os.strerror(number)
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 def note(text: object) -> None:

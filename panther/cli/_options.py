@@ -4,14 +4,12 @@ The source is read and not run, because importing these classes imports torch, w
 """
 
 __all__ = [
-    "add_old_spelling", "add_settings", "flag_of", "given_settings", "note_old_spelling", "settings_explained",
-    "value_of",
+    "add_settings", "flag_of", "given_settings", "settings_explained", "value_of",
 ]  # fmt: skip
 
 import argparse
 import ast
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +19,6 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from panther.cli._arguments import note
 from panther.errors import PantherError
 
 _NUMBERS = {"int", "float"}
@@ -54,7 +51,7 @@ def add_settings(
     """Add an option to a parser or group for each setting for which a text can stand.
 
     An option that is not given leaves no attribute, so that the default of the class or function holds. The class or
-    function also checks the values; :func:`settings_explained` makes its messages name the options.
+    function also checks the values.
 
     Args:
         parser: The parser or group.
@@ -85,27 +82,6 @@ def given_settings(args: argparse.Namespace, place: str, *names: str) -> dict[st
     return {name: value for name, value in vars(args).items() if name in (names or _settings_of(place))}
 
 
-def add_old_spelling(parser: argparse.ArgumentParser, flag: str, new_flag: str) -> None:
-    """Add a hidden option that sets what ``new_flag`` sets, and prints a note that names it."""
-    new_action: Any = parser._option_string_actions[new_flag]
-
-    class Renamed(argparse.Action):
-        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-            note_old_spelling(flag, new_flag)
-            setattr(namespace, self.dest, values)
-
-    parser.add_argument(
-        flag, action=Renamed, dest=new_action.dest, type=new_action.type, default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )  # fmt: skip
-
-
-def note_old_spelling(old: str, new: str) -> None:
-    """Print a note about options with new names; a launcher that started this process has printed it."""
-    if "RANK" not in os.environ:
-        note(f"write {new} in place of {old}, which the next version of Panther does not accept")
-
-
 def flag_of(name: str) -> str:
     """Return the option of a setting."""
     return f"--{name.replace('_', '-')}"
@@ -122,36 +98,12 @@ def value_of(text: str) -> Any:
 
 
 @contextmanager
-def settings_explained(args: argparse.Namespace, *places: str, **flags: str) -> Iterator[None]:
-    """Turn errors about settings into PantherError, with options in place of the settings that a message names.
-
-    Args:
-        args: The arguments, whose attributes are settings.
-        *places: Classes whose settings all are options, also those that are not given.
-        **flags: Options of settings that have different names.
-    """
+def settings_explained() -> Iterator[None]:
+    """Turn errors about settings into PantherError, which the command prints as one sentence."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        names = {*vars(args), *(name for place in places for name in _settings_of(place))}
-        raise PantherError(_with_flags(str(error), {name: flag_of(name) for name in names} | flags)) from error
-
-
-def _with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return a message with options in place of the settings that it names, such as ``--batch 3`` for ``batch=3``."""
-    for name, flag in sorted(flags.items(), key=lambda item: -len(item[0])):
-
-        def option(match: re.Match[str], flag: str = flag) -> str:
-            value, following = match[1].strip("'"), match[2]
-            if value in ("True", "False"):
-                return flag if value == "True" else f"--no-{flag[2:]}"
-            return f"{flag} {value}" if value or following in tuple("([{\"'") else flag
-
-        message = re.sub(rf"(?<![\w-]){name}=('[^' ]*'|[\w.+-]*)(?=(.?))", option, message)
-        message = re.sub(rf"^{name}(?= (?:needs|must) )", flag, message)
-        if "_" in name:
-            message = re.sub(rf"(?<![\w-]){name}\b", flag, message)
-    return message
+        raise PantherError(str(error)) from error
 
 
 def _options_of(name: str, setting: _Setting) -> dict[str, Any] | None:

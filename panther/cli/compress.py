@@ -18,8 +18,7 @@ from panther.cli._arguments import (
     positive,
     whole_number,
 )  # fmt: skip
-from panther.cli._options import add_old_spelling, add_settings, flag_of, given_settings, settings_explained
-from panther.cli._signals import raise_if_ended
+from panther.cli._options import add_settings, flag_of, given_settings, settings_explained
 from panther.cli._user_function import call, current_folder_importable, model_and_batches, names_function
 from panther.errors import PantherError
 from panther.integrations.folders.beside import check_beside, copy_beside
@@ -60,7 +59,6 @@ def add_parser(commands: Any) -> None:
     help_text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch-dir"
     parser.add_argument("--stream", action="store_true", help=f"{help_text}; for a folder")
     add_settings(parser.add_argument_group("with --stream"), _FOLDER, *_STREAMED)
-    add_old_spelling(parser, "--scratch", "--scratch-dir")
     add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)
     add_option(parser, "--batch-size", positive, "samples of a batch", 16)
     add_option(parser, "--report", str, "write the report as JSON as well", metavar="FILE")
@@ -77,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
         model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
     model_out = _model_out(args)
-    raise_if_ended()
     try:
         if not args.stream:
             _log.info("writing to %s", out)
@@ -132,7 +129,7 @@ def _check_inputs(args: argparse.Namespace) -> None:
         )
     from panther.compression.config import CompressConfig  # here, so that `panther compress --help` loads no torch
 
-    with settings_explained(args, _CONFIG):  # A function may return batches with the model.
+    with settings_explained():  # A function may return batches with the model.
         CompressConfig(**_settings(args, calibration if is_folder else args.model))
     if calibration is None or names_function(calibration):
         return
@@ -188,7 +185,7 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
 def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) -> "pr.CompressionReport":
     """Compress the model in place, or its folder, and print each warning as a note of one line."""
     settings = _settings(args, calibration)
-    with performance_noted(), settings_explained(args, _CONFIG):
+    with performance_noted(), settings_explained():
         if not args.stream:
             return pr.compress(model, **settings)
         settings |= given_settings(args, _FOLDER, *_STREAMED)

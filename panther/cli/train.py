@@ -1,6 +1,6 @@
 """``panther train``: a model and data that functions return, trained by the Trainer on one or several processes."""
 
-__all__ = ["add_parser", "new_spelling", "read_config", "run"]
+__all__ = ["add_parser", "read_config", "run"]
 
 import argparse
 import difflib
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from panther._setting_names import near_name
+from panther._hints import near_name
 from panther.cli import _options
 from panther.cli._arguments import add_option, check_folder
 from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
@@ -41,7 +41,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_option(parser, "--config", str, "TOML or JSON file with settings and functions", metavar="FILE")
     _options.add_settings(parser, _LAUNCH, *_LAUNCH_SETTINGS)
-    _options.add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
     functions = parser.add_argument_group("functions, in place of the file's")
     for name, help_text in list(_FUNCTIONS.items())[1:]:
@@ -50,23 +49,6 @@ def add_parser(commands: Any) -> None:
     settings = parser.add_argument_group("settings of panther.train.TrainConfig, in place of the file's")
     _options.add_settings(settings, _CONFIG)
     parser.set_defaults(run=run, owner="TrainConfig")
-
-
-def new_spelling(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Return arguments with options in place of settings in the old form ``key=value``, and print a note about them."""
-    actions = parser._option_string_actions
-    arguments, replaced = list[str](), dict[str, str]()
-    for preceding, argument in zip(["", *argv], argv, strict=False):
-        name, equals, value = argument.partition("=")
-        if equals and name.isidentifier() and (preceding not in actions or actions[preceding].nargs == 0):
-            flag = _options.flag_of(name)
-            is_bool = flag in actions and actions[flag].nargs == 0
-            option = flag if value.lower() == "true" else f"--no-{flag[2:]}"
-            replaced[argument] = option if is_bool else f"{flag}={value}"
-        arguments.append(replaced.get(argument, argument))
-    if replaced:
-        _options.note_old_spelling(" ".join(replaced), " ".join(replaced.values()))
-    return arguments
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in functions:
             raise PantherError(f"{name} is missing: add {'' if name == 'model' else '--data '}module:function")
     with current_folder_importable():
-        with _options.settings_explained(args):
+        with _options.settings_explained():
             config = _checked(functions, settings)
         if args.export is not None:
             check_folder(args.export, "--export")
@@ -110,7 +92,7 @@ def _launch(args: argparse.Namespace, directory: str | None) -> int | None:
     from panther.cli.launch import start
     from panther.distributed import LaunchConfig
 
-    with _options.settings_explained(args):
+    with _options.settings_explained():
         config = LaunchConfig(**_options.given_settings(args, _LAUNCH, *_LAUNCH_SETTINGS))
     if config == LaunchConfig():
         return None

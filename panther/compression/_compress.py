@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from panther._keywords import explain_keywords
+from panther._hints import explain_keywords
 from panther._model_libraries import layers_replaced
 from panther._settings import takes_settings
 from panther.compression.calibration.eligibility import check_adapters, check_model, select_targets

@@ -1,24 +1,20 @@
 """Sketched models on DeepSpeed: ZeRO 1, 2 and 3 and CPU offload, checkpoints for any number of processes, export.
 
 DeepSpeed trains. This module gives all ranks the same sketches by sending seeds, saves and restores sketches and
-buffers, which universal checkpoints leave out, checks batch sizes and models before ranks start to wait for each other,
-and sets a folder of the environment for the extensions that DeepSpeed compiles.
+buffers, which universal checkpoints leave out, and checks models before ranks start to wait for each other.
 """
 
 __all__ = ["export", "initialize", "load_checkpoint", "save_checkpoint"]
 
 import contextlib
 import copy
-import hashlib
 import io
 import json
 import math
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -44,8 +40,6 @@ tensor_fragment: Any = require_extra("deepspeed.utils", "deepspeed")
 to_universal: Any = require_extra("deepspeed.checkpoint.ds_to_universal", "deepspeed")
 
 _ENTRY, _SUFFIX, _RECORD = "panther", "_universal", ".panther.json"
-_VARIABLE = "TORCH_EXTENSIONS_DIR"
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Settings that only panther.train.Trainer implements. Settings of the loop, such as epochs, are not refused.
 _REFUSED = {
     "compile": "call engine.compile() instead",
@@ -84,8 +78,7 @@ def initialize(
 
     Raises:
         MissingExtraError: If DeepSpeed is not installed (on import).
-        ConfigError: If the version is not supported (on import); if the configuration is not valid, batch sizes do not
-            fit the number of processes, or an interrupted build has left a lock in the folder of extensions.
+        ConfigError: If the version is not supported (on import), or the configuration is not valid.
         SketchMismatchError: On every rank, if the sketched layers differ.
         DistributedError: On every rank, if models or configurations differ; if a rank is missing.
 
@@ -107,7 +100,6 @@ def initialize(
     for name in ("model", "config", "config_params", "args", "model_parameters"):
         if name in options:
             raise ConfigError(f"{name} is not an option of initialize(model, config, optimizer, ...): leave it out")
-    check_locks(private_folder())
     if not in_process_group():
         pr.distributed.init()
     # DeepSpeed reads LOCAL_RANK even for a single process that needs no launcher.
@@ -115,7 +107,7 @@ def initialize(
     settings: dict[str, Any] = {}
 
     def described() -> dict[str, Any]:
-        settings.update(checked_settings(config, dist.get_world_size(), optimizer is not None))
+        settings.update(checked_settings(config, optimizer is not None))
         # One item per entry, so that an error names the entries that differ.
         return {f"config[{key!r}]": json.dumps(settings[key], sort_keys=True, default=str) for key in sorted(settings)}
 
@@ -316,19 +308,12 @@ def _existing_tag(directory: Path, tag: str | None, stage: int) -> str:
 
 
 def _saved_stage(directory: Path, tag: str) -> int | None:
-    """Return the stage of ZeRO of a checkpoint, or None if reading it would require running code of the checkpoint.
-
-    Earlier versions stored the stage only in DeepSpeed's file, which is a pickle. It is read with ``weights_only``.
-    """
+    """Return the stage of ZeRO of a checkpoint; None for checkpoints of earlier versions, which have it in a pickle."""
     record = directory / f"{tag}{_RECORD}"
     try:
         stage = read_json(record)["stage"]
     except FileNotFoundError:
-        files = sorted((directory / tag).glob("*model_states.pt"))
-        try:
-            stage = torch.load(files[0], map_location="cpu", weights_only=True)[_ENTRY]["stage"]
-        except (IndexError, KeyError, TypeError, RuntimeError, UnpicklingError):
-            return None
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{record} cannot be read ({error}): copy the checkpoint again") from None
     return stage if isinstance(stage, int) else None
@@ -370,20 +355,9 @@ def _translated_errors(kind: type[PantherError] = ConfigError) -> Iterator[None]
         raise kind(f"DeepSpeed {deepspeed.__version__} refuses this: {reason}: {fix}") from error
 
 
-def checked_settings(config: Any, world_size: int, has_optimizer: bool) -> dict[str, Any]:
-    """Return a configuration for DeepSpeed as a new dictionary.
-
-    Args:
-        config: A TrainConfig, a dictionary of DeepSpeed's settings, or the path of a JSON file with such a dictionary.
-        world_size: Number of processes, which divide a batch.
-        has_optimizer: Whether the caller passes an optimizer to DeepSpeed.
-
-    Raises:
-        ConfigError: If ``config`` has a different type, batch sizes do not fit the number of processes, or a setting of
-            the TrainConfig has no counterpart.
-    """
+def checked_settings(config: Any, has_optimizer: bool) -> dict[str, Any]:
+    """Return a configuration for DeepSpeed as a new dictionary, or raise ConfigError for one that is not valid."""
     settings = _from_train_config(config, has_optimizer) if isinstance(config, TrainConfig) else _read_settings(config)
-    _check_batches(settings, world_size)
     zero = settings.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage not in (0, 1, 2, 3):  # DeepSpeed would treat any other value as 0
@@ -455,75 +429,3 @@ def _stage(config: TrainConfig) -> int:
             "1, 'fsdp' for stage 3, and 'fsdp' with reshard_after_forward=False for stage 2"
         )
     return stages[config.strategy]
-
-
-def _check_batches(settings: Mapping[str, Any], world_size: int) -> None:
-    """Raise unless the global batch is each rank's batch times the number of ranks, which DeepSpeed only asserts."""
-    batch_sizes = {name: settings[name] for name in _BATCHES if settings.get(name) not in (None, "auto")}
-    for name, value in batch_sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be a whole number from 1")
-    total, micro, accumulation = (batch_sizes.get(name) for name in _BATCHES)
-    if total is None and micro is None:
-        raise ConfigError(
-            "the configuration has no batch size: set train_micro_batch_size_per_gpu, the batch size of one process, "
-            "or batch_size in a TrainConfig"
-        )
-    if total is None:
-        return
-    each = (micro or 1) * (accumulation or 1) * world_size
-    is_complete = micro is not None and accumulation is not None
-    if total != each if is_complete else total % each:
-        parts = f"train_micro_batch_size_per_gpu={micro or 1} x gradient_accumulation_steps={accumulation or 1}"
-        raise ConfigError(
-            f"train_batch_size={total} does not fit {world_size} process{'es' if world_size > 1 else ''} of {parts}, "
-            f"which make {each}: set two of the three and leave the third out, or start a different number of processes"
-        )
-
-
-def private_folder() -> Path:
-    """Return the folder for compiled extensions, after setting TORCH_EXTENSIONS_DIR to it if that is not set.
-
-    All environments of a user with the same version of Python share torch's default folder, so that torch may load an
-    extension compiled for a different version of torch, or a build in one environment may block a build in a different
-    one. The folder returned here belongs to one environment, one version of torch and one node.
-    """
-    if not os.environ.get(_VARIABLE):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        of = f"{sys.prefix} {sys.version} {torch.__version__} {os.uname().nodename}"
-        name = hashlib.blake2b(of.encode(), digest_size=8).hexdigest()
-        os.environ[_VARIABLE] = str(cache / "panther" / "torch_extensions" / name)
-    return Path(os.environ[_VARIABLE])
-
-
-def check_locks(folder: Path) -> None:
-    """Raise ConfigError if an interrupted build has left its lock, for which torch would wait without a limit.
-
-    A lock is left over if no process of this node has its file open, because torch keeps the file open during a build.
-    Without ``/proc`` nothing is checked.
-    """
-    for lock in sorted(folder.glob("*/lock")):
-        if Path("/proc/self/fd").exists() and not _is_open(lock) and lock.exists():
-            raise ConfigError(
-                f"{lock} was left by an interrupted build, and every later build would wait for it: remove it with "
-                f"rm '{lock}'"
-            )
-
-
-def _is_open(path: Path) -> bool:
-    """Return whether a process of this user has the file open."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return True  # the build has ended
-    for process in Path("/proc").iterdir():
-        if not process.name.isdecimal():
-            continue
-        try:
-            for descriptor in (process / "fd").iterdir():
-                open_status = os.stat(descriptor)
-                if (open_status.st_dev, open_status.st_ino) == (status.st_dev, status.st_ino):
-                    return True
-        except OSError:  # the process has ended, or belongs to a different user
-            continue
-    return False

@@ -23,8 +23,7 @@ from panther.errors import (
 from panther.nn.protocol import CompressedModule, allowed_layers
 from panther.nn.sketch_record import make_record, read_record, recorded_sketch
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank, warn_unless_smaller
-from panther.sketch import check_seed
-from panther.sketch.streams import Kind, tag
+from panther.sketch import check_seed, signs
 
 try:
     keras: Any = require_extra("keras", "keras")
@@ -36,12 +35,6 @@ except ModuleNotFoundError as error:  # Keras imports its backend, which by defa
         "environment variable KERAS_BACKEND to torch, tensorflow or jax, whichever is installed"
     ) from error
 check_version("keras", keras.__version__, 3)
-
-_MASK = np.uint64(0xFFFFFFFF)
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-_SIGNS_PER_CALL = 128  # four words of 32 bits
 
 _FACTORS, _SKETCHES = ("S1", "S2"), ("U1", "U2")
 
@@ -258,8 +251,8 @@ class SKDense(keras.layers.Layer):
         """Write the weights by name, and the record of the seed in place of seeded sketches."""
         if not self.built:
             return
-        for name, signs in self._seeded_sketches().items():
-            if not np.array_equal(_numpy(getattr(self, name)), signs):
+        for name, values in self._seeded_sketches().items():
+            if not np.array_equal(_numpy(getattr(self, name)), values):
                 raise SketchMismatchError(
                     f"{name} of {self.path} is not the sketch of seed={self.seed}; it may come from a layer with a "
                     "different seed: build both layers with the same seed"
@@ -332,41 +325,8 @@ def _numpy(variable: Any) -> np.ndarray:
 
 
 def draw_signs(seed: int, stream: int, rows: int, cols: int) -> np.ndarray:  # (rows, cols), int8
-    """Return the first rows and columns of a sign stream, as +1 and -1; they equal :func:`panther.sketch.signs`.
+    """Return the first rows and columns of :func:`panther.sketch.signs`.
 
-    Keras builds layers inside the tracers of TensorFlow and JAX, and on torch's meta device, where a torch tensor may
-    have no values. NumPy's arrays always have values. Philox-4x32-10 is by Salmon, Moraes, Dror and Shaw, "Parallel
-    random numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405; NumPy's own generator ``Philox`` has
-    words of 64 bits.
-
-    Args:
-        seed: In ``[0, 2^63)``.
-        stream: Which matrix of this seed.
-        rows: Number of rows.
-        cols: Number of columns.
-
-    Cost: one Philox call for each row and each 128 columns, with some 100 bytes of workspace a call.
-
-    Example:
-        >>> draw_signs(0, 0, 2, 8)
-        array([[ 1,  1, -1, -1,  1, -1,  1,  1],
-               [-1, -1, -1,  1, -1,  1,  1,  1]], dtype=int8)
+    Keras also builds layers on torch's meta device, where tensors have no values, so that the CPU is named.
     """
-    calls = -(-cols // _SIGNS_PER_CALL)
-    row, call = np.indices((rows, calls), dtype=np.uint64)
-    words = np.stack(_philox_4x32(row, call, stream, tag(Kind.SIGN), seed), axis=-1)  # (rows, calls, 4)
-    octets = words.astype("<u4").view(np.uint8).reshape(rows, 16 * calls)
-    bits = np.unpackbits(octets, axis=1, count=cols, bitorder="little")
-    return 1 - 2 * bits.astype(np.int8)
-
-
-def _philox_4x32(row: np.ndarray, call: np.ndarray, stream: int, tag: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Apply ten rounds to the counters (row, call, stream, tag): words of 32 bits held in uint64."""
-    c0, c1, c2, c3 = row, call, np.full_like(row, stream), np.full_like(row, tag)
-    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    for _ in range(_ROUNDS):
-        product0, product2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = (product2 >> np.uint64(32)) ^ c1 ^ np.uint64(k0), product2 & _MASK
-        c2, c3 = (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1), product0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
-    return c0, c1, c2, c3
+    return signs(seed, stream, range(rows), range(cols), device="cpu").to(torch.int8).numpy()

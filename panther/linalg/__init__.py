@@ -18,7 +18,7 @@ Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :fun
 
 from typing import Any
 
-from panther._missing_names import missing_name
+from panther._hints import missing_name
 
 from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from panther._keywords import check_keywords
+from panther._hints import check_keywords
 from panther._process_settings import Block, ProcessSetting
 from panther._torch import FakeTensor, is_transformed, number_of_entries
 from panther.errors import DTypeError, ShapeError

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from panther._keywords import explain_keywords
+from panther._hints import explain_keywords
 from panther._model_libraries import layers_replaced, model_files
 from panther._torch import (
     buffers_of,

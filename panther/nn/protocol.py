@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from panther._keywords import explain_keywords_of_class
+from panther._hints import explain_keywords_of_class
 from panther._torch import buffers_of, children_of, is_transformed, put_forward_pre_hooks, version_of
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn.factors import inherit_settings

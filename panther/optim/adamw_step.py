@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from panther._setting_names import advice_for
+from panther._hints import advice_for
 from panther.errors import CheckpointError
 from panther.kernels import word_block
 from panther.optim.matrix_updates import local_part, moment_dtype, placed_like

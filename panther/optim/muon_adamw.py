@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from panther._keywords import explain_keywords
-from panther._setting_names import advice_for
+from panther._hints import advice_for, explain_keywords
 from panther._torch import default_store
 from panther.errors import CheckpointError, DistributedError, DTypeError, ShapeError
 from panther.optim.adamw_step import CheckedGroups, step_adamw

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from panther._keywords import explain_keywords
+from panther._hints import explain_keywords
 from panther.errors import CheckpointError, ConfigError, ShapeError, check_flag, check_size
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.parameter_groups import split_groups

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from panther._missing_names import missing_name
+from panther._hints import missing_name
 
 from .dense import GaussianSketch, SignSketch, UniformSketch
 from .functional import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from panther._docstrings import inherit_arguments
-from panther._keywords import explain_keywords_of_class
+from panther._hints import explain_keywords_of_class
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference import coo_tensor
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from panther._missing_names import missing_name
+from panther._hints import missing_name
 
 if TYPE_CHECKING:
     from .callbacks import Callback

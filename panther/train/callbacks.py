@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from panther._setting_names import advice_for
+from panther._hints import advice_for
 from panther.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from panther._setting_names import name_hint
+from panther._hints import name_hint
 from panther.errors import ConfigError
 from panther.train.callbacks import Callback, check_callback
 from panther.train.config import TrainConfig

@@ -110,10 +110,10 @@ def test_a_sketched_transformer_needs_less(capsys):
         ),
         (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
         (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),
-        (["--model", "advised_models:single", "--batch", "3"], "--batch 3 cannot be divided over 2 ranks"),
-        (["--model", "advised_models:net", "--efficiency", "2"], "--efficiency 2 is a share and must be at most 1"),
-        (["--model", "advised_models:net", "--world-size", "0"], "--world-size 0 must be at least 1"),
-        (["--model", "advised_models:net", "--objective", "money"], "--objective money is unknown: use one of 'time'"),
+        (["--model", "advised_models:single", "--batch", "3"], "batch=3 cannot be divided over 2 ranks"),
+        (["--model", "advised_models:net", "--efficiency", "2"], "efficiency=2 is a share and must be at most 1"),
+        (["--model", "advised_models:net", "--world-size", "0"], "gpus=0 must be at least 1"),
+        (["--model", "advised_models:net", "--objective", "money"], "objective='money' is unknown: use one of 'time'"),
     ],
 )
 def test_what_cannot_be_done_is_said(models, args, message, capsys):
@@ -189,13 +189,3 @@ def test_measure_and_plan_with_what_was_measured(models, capsys):
 def test_missing_options_and_files_are_said(models, args, message, capsys):
     assert main(["advise", *args]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_old_names_of_options_are_accepted_with_a_note(models, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["advise", "advised_models:net", "--world-size", "2"]) == 0
-    plan, notes = capsys.readouterr()
-    assert notes == ""
-    assert main(["advise", "advised_models:net", "--gpus", "2"]) == 0
-    note = "write --world-size in place of --gpus, which the next version of Panther does not accept"
-    assert capsys.readouterr() == (plan, f"panther: note: {note}\n")

@@ -219,8 +219,8 @@ def test_a_folder_block_by_block(bert, here, transformers, capsys):
     names = {path.name for path in (here / "small").iterdir()}
     assert {path.name for path in (here / "streamed").iterdir()} == names
     options = [str(bert), "--budget", "0.5", "--calibration", "text.txt", "--out", "more"]
-    assert "--heal needs the whole model in memory" in refusal(capsys, *options, "--stream", "--heal", "2")
-    assert "--method svd needs no batches" in refusal(capsys, *options, "--stream", "--method", "svd")
+    assert "heal needs the whole model in memory" in refusal(capsys, *options, "--stream", "--heal", "2")
+    assert "method='svd' needs no batches" in refusal(capsys, *options, "--stream", "--method", "svd")
     assert "--scratch-dir is for --stream" in refusal(capsys, *options, "--scratch-dir", "scratch")
     assert "is not a folder" in refusal(capsys, "module:function", *options[1:], "--stream")
     assert not (here / "more").exists()
@@ -414,15 +414,15 @@ def test_bad_flags_exit_with_2(args, message, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--budget", "1.5"], "--budget 1.5 must be a fraction in (0, 1]"),
-        (["--budget", "0"], "--budget 0 must be a fraction in (0, 1]"),
-        (["--budget", "half"], "--budget must be a number, not str"),
-        (["--max-error", "inf"], "--max-error inf must be positive and finite"),
-        (["--speedup", "0.5"], "--speedup 0.5 must be finite and at least 1"),
-        (["--budget", "1", "--method", "magic"], "--method magic is unknown: use one of 'two_sided', 'activation', "),
-        (["--budget", "1", "--allocate", "all"], "--allocate all is unknown: use one of 'global', 'uniform'"),
+        (["--budget", "1.5"], "budget=1.5 must be a fraction in (0, 1]"),
+        (["--budget", "0"], "budget=0 must be a fraction in (0, 1]"),
+        (["--budget", "half"], "budget must be a number, not str"),
+        (["--max-error", "inf"], "max_error=inf must be positive and finite"),
+        (["--speedup", "0.5"], "speedup=0.5 must be finite and at least 1"),
+        (["--budget", "1", "--method", "magic"], "method='magic' is unknown: use one of 'two_sided', 'activation', "),
+        (["--budget", "1", "--allocate", "all"], "allocate='all' is unknown: use one of 'global', 'uniform'"),
         (["--budget", "1", "--method", "svd", "--no-measure-speed", "--no-allow-slower"], "needs measured times"),
-        (["--budget", "1", "--rank-multiple", "3"], "--rank-multiple 3 must be even"),
+        (["--budget", "1", "--rank-multiple", "3"], "rank_multiple=3 must be even"),
     ],
 )
 @pytest.mark.usefixtures("models")
@@ -485,8 +485,8 @@ def test_errors_of_the_text(bert, here, capsys):
     assert refusal(capsys, bert, *HALF, "--calibration", "nothing.txt") == (
         "--calibration nothing.txt is not a file, and not of the form module:function: give one of the two"
     )
-    assert "--method two_sided needs --calibration" in refusal(capsys, bert, *HALF)
-    assert "--heal needs --calibration" in refusal(capsys, bert, *HALF, "--method", "svd", "--heal", "3")
+    assert "method='two_sided' needs calibration" in refusal(capsys, bert, *HALF)
+    assert "heal needs calibration" in refusal(capsys, bert, *HALF, "--method", "svd", "--heal", "3")
     path = here / "other.txt"
     for content, message in (
         (b" \n\n", "other.txt has no text in it: give one sample a line"),
@@ -519,7 +519,7 @@ def test_errors_of_the_budget_and_the_outputs(bert, models, capsys, monkeypatch)
     capsys.readouterr()
     assert "smallest feasible" in refusal(capsys, "my_models:both", "--max-bytes", "9", "--out", "small")
     said = refusal(capsys, *function, "--out", "small", "--method", "svd", "--allocate", "global")
-    assert said.startswith("--allocate global needs --method two_sided")
+    assert said.startswith("allocate='global' needs method='two_sided'")
     assert "the model has no layer to compress" in refusal(capsys, *function, "--out", "small", "--include", "x*")
 
     assert refusal(capsys, *function, "--out", "least").startswith("--out least is not empty, and might hold another")

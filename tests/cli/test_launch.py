@@ -548,7 +548,6 @@ def test_the_names_of_guides():
         ({"num_gpus": 2}, "'num_gpus' is not a setting of LaunchConfig: set nproc_per_node, and nnodes for several"),
         ({"nprocs": 2}, "'nprocs' is not a setting of LaunchConfig: did you mean 'nproc_per_node'?"),
         ({"master_addr": "a"}, "'master_addr' is not a setting of LaunchConfig: set rdzv_endpoint to 'HOST:PORT'"),
-        ({"lr": 1}, "learning_rate is a setting of panther.train.TrainConfig, for a Trainer"),
         ({"zzz": 1}, "'zzz' is not a setting of LaunchConfig: use some of nproc_per_node, nnodes, node_rank"),
     ],
 )

@@ -227,9 +227,8 @@ def test_a_model_that_is_built_sharded(tmp_path):
 
 REFUSED = [
     ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, ConfigError,
-     "train_batch_size=10 does not fit 2 processes of train_micro_batch_size_per_gpu=4 x .*=1, which make 8: set two"),
-    ({"zero_optimization": {"stage": 1}}, ConfigError, "has no batch size: set train_micro_batch_size_per_gpu"),
-    ({"train_micro_batch_size_per_gpu": 0.5}, ConfigError, "per_gpu=0.5 must be a whole number from 1"),
+     "DeepSpeed .* refuses this: .*batch.*: correct the configuration"),
+    ({"zero_optimization": {"stage": 1}}, ConfigError, "DeepSpeed .* refuses this: .*train_micro_batch_size_per_gpu"),
     ("missing.json", ConfigError, "the configuration missing.json does not exist"),
     (7, ConfigError, "config must be a TrainConfig, a dictionary .* or the path of its JSON file, not a int"),
     (TrainConfig(batch_size=4, strategy="tp"), ConfigError, "strategy='tp' has no counterpart in DeepSpeed: use 'ddp'"),
@@ -315,33 +314,6 @@ def lose_a_worker():
         if step == 2 and torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         steps_of(engine, step, step + 1)
-
-
-class Harm:
-    """An object that makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-def test_a_checkpoint_is_not_unpickled_to_learn_its_stage(tmp_path):
-    from panther.integrations.deepspeed import _saved_stage
-
-    folder = tmp_path / "one"
-    folder.mkdir()
-    torch.save({"panther": {"stage": 3}, "more": Harm(tmp_path / "harm")}, folder / "mp_rank_00_model_states.pt")
-    assert _saved_stage(tmp_path, "one") is None
-    assert not (tmp_path / "harm").exists()
-    torch.save({"panther": {"stage": 3}}, folder / "mp_rank_00_model_states.pt")
-    assert _saved_stage(tmp_path, "one") == 3
-    (tmp_path / "one.panther.json").write_text('{"stage": 1}')
-    assert _saved_stage(tmp_path, "one") == 1
-    (tmp_path / "one.panther.json").write_text("[")
-    with pytest.raises(CheckpointError, match=r"one.panther.json cannot be read"):
-        _saved_stage(tmp_path, "one")
 
 
 def test_a_lost_worker_ends_the_run():

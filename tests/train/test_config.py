@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import panther
-from panther import _missing_names, _setting_names
+from panther import _hints
 from panther.distributed import LaunchConfig
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError
@@ -271,7 +271,7 @@ def test_a_name_of_a_guide_is_a_setting_or_leads_to_the_right_one(name):
         ("strategy", "model_parallel", "use strategy='tp' or 'pp'"),
         ("strategy", "tensor_parallel", "use strategy='tp'"),
         ("strategy", "hybrid_parallel", "use strategy='hybrid' with tensor_parallel_size"),
-        ("strategy", "horovod", "use strategy='ddp', or panther.integrations.horovod"),
+        ("strategy", "horovod", "use strategy='ddp'"),
         ("strategy", "ray", "use panther.integrations.ray"),
         ("mixed_precision", True, "use mixed_precision='bf16' or 'fp16'"),
         ("mixed_precision", "float16", "use mixed_precision='fp16'"),
@@ -290,7 +290,6 @@ def test_a_value_of_other_libraries_leads_to_the_right_one(setting, value, hint)
 
 
 def test_the_settings_that_other_owners_are_sent_here_for_exist():
-    assert set(_setting_names._TRAIN_CONFIG_SETTINGS.split()) <= FIELDS
     others = {field.name for field in dataclasses.fields(LaunchConfig)} | {"data_parallel", "data", "loss_fn"}
     others |= {"batch", "gpus"}  # options of commands
     others |= {"low_rank"}  # of SketchConfig
@@ -306,7 +305,7 @@ def test_the_settings_that_other_owners_are_sent_here_for_exist():
     for function in (getattr(package, name) for package in packages for name in package.__all__):
         with suppress(TypeError, ValueError):  # not a function, or without a signature
             others |= set(inspect.signature(function).parameters)
-    assert set(_missing_names.hints()["synonyms"]) <= FIELDS | others
+    assert set(_hints.hints()["synonyms"]) <= FIELDS | others
 
 
 def test_a_key_near_to_nothing_lists_all():

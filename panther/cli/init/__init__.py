@@ -143,7 +143,7 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise PantherError(
             f"--config {file} is for panther train, which does not use Ray: name a script with a RayTrainer"
         )
-    if "data" not in settings and not any(word.partition("=")[0] in ("--data", "data") for word in args_there):
+    if "data" not in settings and not any(word.partition("=")[0] == "--data" for word in args_there):
         raise PantherError(
             f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a script'
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._keywords import explain_keywords
+from panther._hints import explain_keywords
 from panther._model_libraries import layers_replaced
 from panther._text import counted, format_seconds, format_table
 from panther.compression.calibration.eligibility import check_model

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._setting_names import name_hint, value_hint
+from panther._hints import name_hint, value_hint
 from panther._torch import Alias, base_of_view, ignore_in_ddp, ignored_in_ddp, parameters_of, tree_leaves, tree_map_only
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import groups_of

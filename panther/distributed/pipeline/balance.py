@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from panther._setting_names import value_hint
+from panther._hints import value_hint
 from panther.errors import ShapeError
 
 

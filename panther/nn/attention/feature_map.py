@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther._keywords import explain_keywords_of_class
+from panther._hints import explain_keywords_of_class
 from panther.errors import ShapeError, SketchMismatchError, check_size
 from panther.kernels.ops.attention import continued_attention
 from panther.kernels.reference.attention import absorb_keys, no_autocast

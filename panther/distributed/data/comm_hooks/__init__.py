@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._setting_names import value_hint
+from panther._hints import value_hint
 from panther.distributed.data.comm_hooks.powersgd import PowerSGD
 from panther.distributed.data.comm_hooks.replicas import reduce_over_replicas
 from panther.distributed.data.comm_hooks.sketch import Sketch

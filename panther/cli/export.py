@@ -3,7 +3,9 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
+import io
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panther._text import counted
-from panther.cli._arguments import check_new_folder, disk_failure
-from panther.cli._signals import raise_if_ended
+from panther.cli._arguments import check_new_folder
 from panther.cli._user_function import (
     call,
     current_folder_importable,
@@ -22,7 +23,7 @@ from panther.cli._user_function import (
     wrong_return,
 )
 from panther.errors import PantherError, require_extra
-from panther.files import write_json
+from panther.files import new_file, write_json
 from panther.integrations.folders.beside import check_beside, copy_beside
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     for name, targets in _OPTIONS_OF_TARGETS.items():
         if getattr(args, name) is not None and args.to not in targets:
             raise PantherError(f"--{name} is for --to {' and '.join(targets)}, not for --to {args.to}: leave it out")
-    with _disk_errors_explained(out), current_folder_importable(), _empty_after_an_error(out):
+    with current_folder_importable(), _empty_after_an_error(out):
         model = model_and_batches(args.model_path)[0] if is_function else _load(folder, args.model)
         _export(args, model.eval(), out)
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
@@ -101,24 +102,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _disk_errors_explained(out: Path) -> Iterator[None]:
-    """Raise OSError with the fix for every error whose cause is a full or failing disk."""
-    try:
-        yield
-    except Exception as error:
-        if (reason := disk_failure(error)) is None:
-            raise
-        message = f"{out} cannot be written ({reason}): free some of its disk, or give --out a folder of another disk"
-        raise OSError(message) from error
-
-
-@contextmanager
 def _empty_after_an_error(out: Path) -> Iterator[None]:
     """Remove the files of an export that failed: they are incomplete, and the next export needs an empty folder."""
     existed = out.is_dir()
     try:
         yield
-        raise_if_ended()
     except BaseException:
         for path in out.iterdir() if out.is_dir() else ():
             if path.is_dir():
@@ -135,7 +123,6 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
     import torch
 
     from panther.cli._transformers import sample_inputs
-    from panther.cli.export.program import write_program
 
     if args.dtype is not None:
         model = model.to(getattr(torch, args.dtype))
@@ -158,7 +145,7 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
             config.use_cache = False  # other programs cannot pass the cache back to the model
     if args.to == "torch":
         with explained(f"{type(model).__name__} cannot be exported"):
-            write_program(model, sample, out / "model.pt2")
+            _write_program(model, sample, out / "model.pt2")
         return
     samples = [sample, {name: x[:1] for name, x in sample.items()}]
     if args.sample is None:
@@ -219,6 +206,26 @@ def _cast(sample: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return inputs with floating numbers in the dtype of the model."""
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
+
+
+def _write_program(model: Any, sample: dict[str, Any], path: Path) -> None:
+    """Write model.pt2; the batch size may change, and the second size of an integer matrix."""
+    import torch
+
+    model.state_dict()  # This refuses codes that other code damaged, which a traced forward does not check.
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {
+        name: {0: dynamic} | ({1: dynamic} if tensor.dim() == 2 and not tensor.is_floating_point() else {})
+        for name, tensor in sample.items()
+    }
+    # In memory first, because torch writes archives in C++, which aborts the process if a file raises on a full disk.
+    content = io.BytesIO()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch's own modules warn
+        torch.export.save(torch.export.export(model, (), sample, dynamic_shapes=shapes), content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as file:
+        file.write(content.getbuffer())
 
 
 def _write_onnx(args: argparse.Namespace, model: Any, samples: list[dict[str, Any]], out: Path) -> None:
