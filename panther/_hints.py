@@ -92,7 +92,7 @@ def near_name(name: str, names: Collection[str]) -> str | None:
         >>> near_name("log_every", ["log_every_n_steps", "seed"])
         'log_every_n_steps'
     """
-    synonyms = [entry for entry, others in hints()["synonyms"].items() if entry in names and name in others.split()]
+    synonyms = [known for known, foreign in hints()["synonyms"].items() if known in names and name in foreign.split()]
     if similar := synonyms or get_close_matches(name, names, 1, cutoff=_CLOSE):
         return similar[0]
     longer = [longer_name for longer_name in names if "_" in name and longer_name.startswith(f"{name}_")]
