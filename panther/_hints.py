@@ -92,7 +92,8 @@ def near_name(name: str, names: Collection[str]) -> str | None:
         >>> near_name("log_every", ["log_every_n_steps", "seed"])
         'log_every_n_steps'
     """
-    synonyms = [known for known, foreign in hints()["synonyms"].items() if known in names and name in foreign.split()]
+    entries = hints()["synonyms"].items()
+    synonyms = [entry for entry, foreign_names in entries if entry in names and name in foreign_names.split()]
     if similar := synonyms or get_close_matches(name, names, 1, cutoff=_CLOSE):
         return similar[0]
     longer = [longer_name for longer_name in names if "_" in name and longer_name.startswith(f"{name}_")]
