@@ -65,8 +65,6 @@ class StepExchange:
         """Signals that this process received."""
         self.stop_signal = 0
         """The signal that some rank had received by the last step; 0 for none."""
-        self.num_changed = 0
-        """Number of ranks that passed names of changed parameters in the last step."""
         self.stops = False
         """Whether some rank had been asked to stop when the last step began."""
         self.weight = 0.0
@@ -85,24 +83,13 @@ class StepExchange:
         reports_loss: bool,
         changed: Sequence[str] = (),
         *,
-        everywhere: bool = False,
         weight: float | None = None,
         stops: bool = False,
     ) -> None:
         """Send the numbers of this rank. The loss and its samples do not count if the rank does not report its loss.
 
-        Args:
-            loss_sum: The sum of the losses times their weights.
-            samples: Number of samples.
-            reports_loss: Whether this rank's losses are counted.
-            changed: Names of parameters that this rank has frozen or unfrozen since the last step.
-            everywhere: Whether all ranks must have changed parameters before the backward pass. Ranks that reduce
-                gradients of different parameters fail in torch, with an error that names no parameter.
-            weight: The sum of the weights; None if every sample weighs 1.
-            stops: Whether this rank is to stop.
-
-        Raises:
-            ConfigError: If this rank has changed parameters, and other ranks have not although they must.
+        ``changed`` are names of parameters that this rank has frozen or unfrozen since the last step, and ``weight`` is
+        the sum of the weights; None if every sample weighs 1.
         """
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
@@ -133,7 +120,8 @@ class StepExchange:
             # The message is asynchronous, because the backward pass that follows takes longer.
             self._work = dist.all_reduce(row, async_op=True)
         self._sent = row
-        if changed and everywhere and self._work is not None:
+        if changed and self._work is not None:
+            # Ranks that reduce gradients of different parameters fail in torch, with an error that names none of them.
             self._work.wait()
             if (num_changed := round(float(row[-1]))) < get_world_size():
                 raise ConfigError(
@@ -150,8 +138,7 @@ class StepExchange:
             self._work.wait()
             self._work = None
         sums = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
-        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, num_changed = sums
-        self.num_changed = round(num_changed)
+        signaled, numbers, nonfinite, loss_sum, samples, weight, differs, stops, _ = sums
         self.stop_signal = 0
         if ranks_with_signal := round(signaled):
             number = round(numbers) / ranks_with_signal

@@ -48,7 +48,6 @@ from panther.train.optimization.trainable import (
     MAX_SAMPLES,
     LossParameters,
     TrainableSet,
-    average_gradients,
     list_names,
     nonfinite_parameters,
 )
@@ -247,8 +246,7 @@ class Trainer:
         self._loss_parameters = LossParameters(self.loss_fn, self.model)
         engine, optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed, self.loss_weight)
         self._trainable = TrainableSet(named_parameters(engine))
-        options: dict[str, Any] = {"is_extended": is_extended, "uses_ddp": bool(engine.reduced)}
-        self._groups = ParameterGroups(optimizer, self._trainable, self.config, self.scheduler, **options)
+        self._groups = ParameterGroups(optimizer, self._trainable, self.config, self.scheduler, is_extended)
         self._engine, self.model, self.optimizer = engine, engine.model, optimizer
         # Dropout and random transforms differ between ranks with different samples, and agree between ranks that share
         # layers.
@@ -430,15 +428,17 @@ class Trainer:
     def _compute_gradients(self, window: list[Batch], exchange: StepExchange) -> tuple[float, float]:
         """Run the forward and backward passes; return the mean loss (NaN on a fault) and the samples of all ranks."""
         engine = self._engine
-        if (changed := self._trainable.changed()) and engine.stages > 1:
-            self._trainable.check_stage(changed)
+        if (changed := self._trainable.changed()) and (engine.stages > 1 or engine.reduced):
+            raise ConfigError(
+                f"{list_names(changed)} was frozen or unfrozen in the run, and DistributedDataParallel and pipelines "
+                "note at its start which gradients they send: use strategy='replicate' or 'fsdp', or freeze before fit"
+            )
         samples = sum(batch.samples for batch in window)
-        # DDP takes gradients of parameters that were frozen since, and stages have different parameters.
-        everywhere = engine.stages == 1 and not engine.reduced
 
         def start_exchange(loss_sum: float | Tensor) -> None:
-            options: dict[str, Any] = {"everywhere": everywhere, "weight": engine.weight, "stops": self.stop}
-            exchange.start(loss_sum, samples, engine.reports_loss, changed, **options)
+            exchange.start(loss_sum, samples, engine.reports_loss, changed, weight=engine.weight, stops=self.stop)
+            if changed:
+                self._groups.adopt_changes(self.step, self.total_steps)
 
         try:
             # The exchange starts before the last backward pass and is waited for after it.
@@ -452,12 +452,7 @@ class Trainer:
                 ) from error
             raise
         self._loss_parameters.check()
-        result = exchange.finish()
-        if exchange.num_changed:
-            self._groups.adopt_changes(self.step, self.total_steps)
-        if self._groups.averaged_apart:
-            average_gradients(self._groups.averaged_apart)
-        return result
+        return exchange.finish()
 
     def _finish_gradients(self, exchange: StepExchange, logs: bool) -> float | None:
         """Weigh, unscale and clip the gradients; return their norm, NaN if it is not read, or None if not finite."""

@@ -59,8 +59,8 @@ class Engine(ABC):
     """Whether the losses of this rank count. Only one of the ranks that have the same samples reports them."""
     group: dist.ProcessGroup | None = None
     """The ranks that split the data; None is all ranks."""
-    reduced: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    """The parameters whose gradients DDP averages, in the order of DDP."""
+    reduced: Sequence[str] = ()
+    """The names of the parameters whose gradients DDP averages, in the order of DDP."""
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     """Scales the loss of fp16. In other dtypes the scaler is disabled, and only calls the optimizer."""

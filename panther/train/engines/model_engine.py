@@ -104,38 +104,21 @@ class ModelEngine(Engine):
                     before_backward(loss_sum)
                 weighted.backward()
         if isinstance(self.model, DistributedDataParallel):
-            self._finish_reduction(self.model)
+            self._check_reduction(self.model)
         self.sharded_step.finish()
         for buffer, value in statistics:
             buffer.copy_(value)
         self.broadcast_buffers()
 
-    def _finish_reduction(self, model: DistributedDataParallel) -> None:
-        """Let DDP average gradients although parameters were frozen after it was constructed.
-
-        Raises:
-            ConfigError: If DDP waits for gradients of parameters that are not frozen. No gradient has been used then.
-        """
-        if not (positions := unreduced_positions(model)):
-            return
-        parameters = list(self.reduced.items())
-        waiting = [parameters[position] for position in positions]
-        if unused := [name for name, parameter in waiting if parameter.requires_grad]:
+    def _check_reduction(self, model: DistributedDataParallel) -> None:
+        """Raise ConfigError if DDP waits for gradients after the backward pass. No gradient has been used then."""
+        if positions := unreduced_positions(model):
+            names = list(self.reduced)
             raise ConfigError(
-                f"the loss of this step does not depend on the parameters {list_names(unused)}, and DDP waits for "
-                "their gradients: set find_unused_parameters=True, or requires_grad=False for them"
+                f"the loss of this step does not depend on the parameters "
+                f"{list_names([names[position] for position in positions])}, and DDP waits for their gradients: set "
+                "find_unused_parameters=True, or requires_grad=False for them"
             )
-        # The hooks of DDP wait for the parameters' nodes of the graph, and gradients of zero reach these nodes as well.
-        # The exchange of the step finds ranks that have not frozen the parameters.
-        frozen = [parameter for _, parameter in waiting]
-        gradients = [parameter.grad for parameter in frozen]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        torch.autograd.backward(frozen, [torch.zeros_like(parameter) for parameter in frozen])
-        for parameter, gradient in zip(frozen, gradients, strict=True):
-            parameter.requires_grad_(False)
-            if gradient is None:
-                parameter.grad = None  # the optimizer leaves the parameter out, as on one process
 
     def _statistics(self) -> list[tuple[Tensor, Tensor]]:
         """Return the running statistics of BatchNorm and copies of them, because a filler must not change them."""

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from panther._torch import local_offsets, tree_leaves, tree_map
 from panther.distributed import get_rank, get_world_size
-from panther.distributed.comm.agreement import agree, gather_objects
+from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
 from panther.train.optimization.trainable import list_names
 
@@ -35,19 +34,10 @@ _COMPARED = (
 
 
 def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: int) -> float:
-    """Return the factor of the peak learning rate in a step.
+    """Return the factor of the peak learning rate after ``step`` steps of ``total``.
 
-    It rises linearly during the warm-up, and then stays 1 or falls to 0 at the last step.
-
-    Args:
-        schedule: ``"linear"`` or ``"cosine"``; with any other value the factor stays 1.
-        step: Number of steps already taken; a fraction if the schedule also depends on time.
-        total: Number of steps of the run; it may be None if the factor stays 1.
-        warmup: Number of steps of the warm-up.
-
-    Example:
-        >>> [learning_rate_factor("linear", step, 6, 2) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    It rises linearly during the warm-up, and then stays 1 or falls to 0 at the last step. ``step`` is a fraction if the
+    schedule also depends on time.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -76,11 +66,7 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_extended_by_default(optimizer: Optimizer) -> bool:
-    """Return whether parameters that are unfrozen later can join with the default settings of the optimizer's class.
-
-    They can join if the optimizer is None, a class, or a partial of a class. A function may give parameters different
-    settings, and an object has the parameters that the user chose.
-    """
+    """Return whether parameters that are unfrozen later can join with the defaults: not of a function or an object."""
     while isinstance(optimizer, functools.partial):
         optimizer = optimizer.func
     return optimizer is None or (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer))
@@ -91,10 +77,6 @@ def names_in_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, t
 
     Names remain valid where a strategy replaces parameters by new objects. A tied parameter has several names, and a
     pipeline stage may use any of them.
-
-    Raises:
-        ConfigError: If it has parameters that are not the model's, a group without a learning rate, or states that
-            were made of a model on the meta device.
     """
     names: dict[Tensor, tuple[str, ...]] = {}
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -109,10 +91,11 @@ def names_in_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, t
                 "loss"
             )
     _check_rates(optimizer)
-    if any(tensor.is_meta for tensor in tree_leaves(list(optimizer.state.values())) if isinstance(tensor, Tensor)):
+    is_distributed = get_world_size() > 1 or any(parameter.is_meta for parameter in model.parameters())
+    if is_distributed and any(isinstance(key, Tensor) for key in optimizer.state):
         raise ConfigError(
-            f"the constructor of {type(optimizer).__name__} makes a state for each parameter, and the model on the "
-            f"meta device has no values yet: pass the class, or a function of parameters that makes the optimizer"
+            f"{type(optimizer).__name__} has a state for parameters already, which would not be the state of the "
+            "distributed model: pass its class, or a function of parameters that makes it"
         )
     return names
 
@@ -129,17 +112,8 @@ def make_optimizer(
 
     An optimizer that the user made is returned itself, with this rank's parameters in its groups, so that schedulers
     and callbacks which refer to it keep working. It is not made again: the ``defaults`` of an optimizer are not always
-    arguments of its constructor.
-
-    Args:
-        optimizer: The argument of the Trainer.
-        names: The result of :func:`names_in_optimizer` before the model was distributed.
-        by_name: This rank's parameters by their names in the model that the user built.
-        strategy: The strategy; ``"zero1"`` shards the state over the ranks.
-        stages: Number of pipeline stages; with several, this rank has only some of the parameters.
-
-    Raises:
-        ConfigError: If the optimizer cannot be made, or cannot be given the parameters of the distributed model.
+    arguments of its constructor. ``names`` is the result of :func:`names_in_optimizer` before the model was
+    distributed, and ``by_name`` has this rank's parameters by their names in the model that the user built.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         result = optimizer
@@ -221,7 +195,7 @@ def _give_parameters(
     strategy: str,
     stages: int,
 ) -> None:
-    """Put this rank's parameters into the groups of the user's optimizer, and their states into its state."""
+    """Put this rank's parameters into the groups of the user's optimizer."""
     old = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A pipeline stage has only some of the parameters. Names that it does not have belong to other stages.
     present = {names[p][0]: next((by_name[name] for name in names[p] if name in by_name), None) for p in old}
@@ -231,19 +205,11 @@ def _give_parameters(
             f"strategy={strategy!r} keeps no parameter of the name {next(n for n in present if n in absent)!r}, which "
             "the optimizer has: pass a function of parameters that makes the optimizer, such as its class"
         )
-    states = {names[p][0]: state for p, state in optimizer.state.items() if p in names}
-    if get_world_size() > 1:
-        _take_states_of_first_rank(states)
     for group in optimizer.param_groups:
         places = [place for place, p in enumerate(group["params"]) if present[names[p][0]] is not None]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][place] for place in places]
         group["params"] = [present[names[group["params"][place]][0]] for place in places]
-    for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
-        del optimizer.state[key]
-    for name, state in states.items():
-        if (parameter := present.get(name)) is not None:
-            optimizer.state[parameter] = _state_of_shard(state, parameter, name, optimizer)
     replaced = set(map(id, old)) - {id(parameter) for parameter in by_name.values()}
     if attribute := next(_attributes_with(optimizer, replaced), None):
         raise ConfigError(
@@ -251,54 +217,6 @@ def _give_parameters(
             f"strategy={strategy!r} replaces them by shards: pass a function of parameters that makes the optimizer, "
             "such as its class or a functools.partial of it"
         )
-
-
-def _take_states_of_first_rank(states: Mapping[str, dict[str, Any]]) -> None:
-    """Broadcast the states of the first rank: some constructors copy the parameters, which are broadcast as well."""
-    tensors = {
-        f"{name} {number}": tensor
-        for name, state in states.items()
-        for number, tensor in enumerate(tree_leaves(state))
-        if isinstance(tensor, Tensor)
-    }
-    agree(
-        "Trainer",
-        lambda: {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()},
-        dist.group.WORLD,
-        "make the optimizer alike on every rank",
-        "states of the optimizer",
-    )
-    on_gpu = "nccl" in dist.get_backend()
-    for tensor in tensors.values():
-        message = tensor.cuda() if on_gpu and not tensor.is_cuda else tensor.contiguous()
-        dist.broadcast(message, 0)
-        if message is not tensor:
-            tensor.copy_(message)
-
-
-def _state_of_shard(
-    state: dict[str, Any], parameter: nn.Parameter, name: str, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Return a parameter's state for this rank's shard of the parameter, on its device."""
-
-    def shard(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value  # a count of steps stays on the device on which the optimizer created it
-        if not isinstance(parameter, DTensor):
-            return value.to(parameter.device)
-        if value.shape != parameter.shape:
-            raise ConfigError(
-                f"the state that {type(optimizer).__name__} has for {name!r} includes a tensor of shape "
-                f"{tuple(value.shape)}, and the parameter of shape {tuple(parameter.shape)} is sharded: pass a "
-                "function of parameters that makes the optimizer, or use strategy='ddp'"
-            )
-        local, begins = parameter.to_local(), local_offsets(parameter)
-        places = tuple(slice(begin, begin + size) for begin, size in zip(begins, local.shape, strict=True))
-        values, layout = value[places].to(local.device).clone(), (parameter.device_mesh, parameter.placements)
-        shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(values, *layout, run_check=False, shape=shape, stride=stride)
-
-    return tree_map(shard, state)
 
 
 def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> Iterator[str]:
@@ -321,13 +239,10 @@ def _attributes_with(optimizer: torch.optim.Optimizer, parameters: set[int]) -> 
 
 
 def _check_division(optimizer: torch.optim.Optimizer, strategy: str, stages: int) -> None:
-    """Warn of an optimizer that may read numbers of all parameters, where a rank has a part of the parameters.
+    """Warn of an optimizer that may read numbers of all parameters, or refuse one that depends on their order.
 
     torch computes operations on sharded tensors correctly, except for numbers that an optimizer reads: ``.item()`` of a
     sum is the sum over this rank's shard (torch 2.13).
-
-    Raises:
-        ConfigError: If steps depend on the order of parameters, which the strategy changes.
     """
     if get_world_size() == 1 or strategy == "ddp":
         return
@@ -363,9 +278,6 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a ZeroRedundancyOptimizer, which has on each rank the optimizer's state for a part of the parameters.
 
     It shares the group objects with the optimizer, so that settings that a callback changes in either of them apply.
-
-    Raises:
-        ConfigError: If the optimizer refers to its parameters elsewhere, has a scheduler, or mixes dtypes.
     """
     # Imported here because its module compiles with torch.jit, which takes a while and warns.
     from torch.distributed.optim import ZeroRedundancyOptimizer

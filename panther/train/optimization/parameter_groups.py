@@ -18,7 +18,6 @@ from torch.optim import Optimizer, lr_scheduler
 from panther._process_settings import ignored_warnings
 from panther._random_state import preserved_generators
 from panther.distributed import get_rank
-from panther.distributed.comm.agreement import gather_objects
 from panther.errors import CheckpointError, ConfigError
 from panther.train.config import TrainConfig
 from panther.train.optimization.optimizer import clear_gradients, learning_rate_factor, set_learning_rate
@@ -177,13 +176,11 @@ class ParameterGroups:
 
     Args:
         is_extended: Whether parameters that are unfrozen later form a group with the optimizer's default settings.
-        uses_ddp: Whether DDP averages gradients; it does not average the gradients of parameters unfrozen later.
 
     Attributes:
         peak_rates: The learning rate of each group after the warm-up.
         quantities: What was added to the history since the scheduler could step.
         rate_of_step: The learning rate of the first group in the last step; None without a scheduler.
-        averaged_apart: Parameters whose gradients DDP does not average.
 
     Raises:
         ConfigError: If a scheduler has the optimizer, and the schedule of the run sets learning rates as well.
@@ -195,9 +192,7 @@ class ParameterGroups:
         trainable: TrainableSet,
         config: TrainConfig,
         scheduler: Callable[[Optimizer], Any] | None,
-        *,
         is_extended: bool,
-        uses_ddp: bool,
     ) -> None:
         if config.schedule != "callback" and any("initial_lr" in group for group in optimizer.param_groups):
             raise ConfigError(
@@ -205,9 +200,8 @@ class ParameterGroups:
                 "step: make it by the argument scheduler of Trainer, or step it in a callback, with schedule='callback'"
             )
         self._optimizer, self._trainable, self._config = optimizer, trainable, config
-        self._is_extended, self._uses_ddp = is_extended, uses_ddp
+        self._is_extended = is_extended
         self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.averaged_apart: list[nn.Parameter] = []
         self._rates_after_step: list[float | Tensor] = []
         self.scheduler = None if scheduler is None else RateScheduler(scheduler, optimizer, config)
         self.rate_of_step: float | Tensor | None = None
@@ -283,38 +277,22 @@ class ParameterGroups:
             set_learning_rate(group, peak * factor)
 
     def adopt_changes(self, step: int, total_steps: int | None) -> None:
-        """Agree with the other ranks on the parameters that are trained from now on, and add them to the optimizer.
-
-        Raises:
-            ConfigError: On every rank, if a parameter was unfrozen that the optimizer does not have and that cannot
-                join with default settings.
-        """
-        unfrozen = self._trainable.agree()
-        late = self._trainable.late()
-        if self._uses_ddp:
-            self.averaged_apart = list(late.values())
+        """Agree with the other ranks on the parameters that are trained from now on, and add them to the optimizer."""
         present = set(self.parameters)
-        absent = [name for name in unfrozen if name in late and late[name] not in present]
-        # Every rank gets the same groups, also a stage that has none of the parameters.
-        absent_anywhere = sorted({name for names in gather_objects(absent, None) for name in names})
-        if not absent_anywhere:
+        absent = {name: p for name, p in self._trainable.agree().items() if p not in present}
+        if not absent:
             return
         if not self._is_extended:
             raise ConfigError(
-                f"{list_names(absent_anywhere)} was unfrozen after step {step}, and the optimizer does not have it: "
+                f"{list_names(list(absent))} was unfrozen after step {step}, and the optimizer does not have it: "
                 "add it in the same callback, by trainer.optimizer.add_param_group({'params': [...]}), or make the "
                 "optimizer of all parameters, frozen ones too"
             )
-        self._optimizer.add_param_group({"params": [late[name] for name in absent]})
+        self._optimizer.add_param_group({"params": list(absent.values())})
         self._set_rates(step, total_steps)
 
     def add_saved(self, groups: Sequence[Sequence[str]], peak_rates: Sequence[float]) -> bool:
-        """Add the groups that the optimizer of a checkpoint had in addition; return whether it had any.
-
-        Args:
-            groups: The names of the parameters of each saved group.
-            peak_rates: The peak learning rates of the saved groups; empty in checkpoints of earlier versions.
-        """
+        """Add the groups that the optimizer of a checkpoint had in addition; return whether it had any."""
         self._rates_after_step = []
         count = len(self._optimizer.param_groups)
         present, by_name = set(self.parameters), self._trainable.by_name

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._torch import parameters_of
 from panther.distributed import checkpoint, get_distributed_info, get_world_size
 from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.data.comm_hooks import follow_loss_scale
@@ -23,14 +22,12 @@ from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import OF_PIPELINES
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
-from panther.nn.io import unwrapped
 from panther.train.config import TrainConfig
 from panther.train.engines.engine import Engine
 from panther.train.engines.model_engine import ModelEngine
 from panther.train.engines.pipeline_engine import PipelineEngine
 from panther.train.loading.feed import Feed
 from panther.train.optimization.optimizer import Optimizer, make_optimizer, names_in_optimizer, set_learning_rate
-from panther.train.optimization.trainable import reduced_parameters
 from panther.train.strategy.automatic import choose_strategy
 
 
@@ -93,8 +90,6 @@ def set_up(
         engine = _distribute(model, config, layout_of(config, world), feed, common)
         if is_empty and is_sharded:
             fill(engine.model, device="cpu" if config.cpu_offload else device)
-        if engine.stages == 1 and not config.compile:
-            _refuse_writes(engine.model, strategy)
     trained = make_optimizer(optimizer, names, named_parameters(engine), strategy=strategy, stages=engine.stages)
     batches = engine.size * batch_factor
     scaling = {"none": 1.0, "sqrt": batches**0.5, "linear": float(batches)}[config.learning_rate_scaling]
@@ -156,34 +151,6 @@ def _check_embeddings(model: nn.Module, strategy: str, is_sharded: bool) -> None
             )
 
 
-def _refuse_writes(model: nn.Module, strategy: str) -> None:
-    """Let the first forward raise ConfigError if a module changes a parameter of its own in it.
-
-    Each rank would change it for its own samples, and a change of gathered shards would be lost.
-    """
-    values: dict[nn.Module, list[tuple[str, Tensor, Tensor]]] = {}
-    handles = []
-
-    def note(module: nn.Module, _: Any) -> None:
-        trained = {key: p for key, p in parameters_of(module).items() if p is not None and p.requires_grad}
-        values[module] = [(key, p, p.detach().clone()) for key, p in trained.items()]
-
-    def compare(name: str, module: nn.Module, *_: Any) -> None:
-        for key, p, value in values.pop(module, ()):
-            if not torch.equal(p.detach(), value) and not value.isnan().any():
-                raise ConfigError(
-                    f"the {key} of the {type(module).__name__} {name!r} was changed inside its forward, which "
-                    f"strategy={strategy!r} cannot reproduce: change it after each step, in a callback"
-                )
-
-    for name, module in unwrapped(model).named_modules():
-        if parameters_of(module):
-            handles.append(module.register_forward_pre_hook(note))
-            # Before FSDP's hook, which frees the gathered parameters.
-            handles.append(module.register_forward_hook(partial(compare, name), prepend=True))
-    handles.append(model.register_forward_hook(lambda *_: [handle.remove() for handle in handles] and None))
-
-
 def _materialize(model: Any, **settings: Any) -> None:
     from panther.distributed import materialize_  # here, because what reads checkpoints is slow to import
 
@@ -225,7 +192,7 @@ def _distribute(
     parallel = parallelize(model, ParallelismConfig(**settings))
     if layout.strategy == "ddp":
         wrapped: Any = parallel.model
-        common["reduced"] = reduced_parameters(wrapped)
+        common["reduced"] = _reduced_parameters(wrapped)
     data_group, tensor_group = parallel.groups
     common |= {
         "rank": dist.get_rank(data_group),
@@ -237,6 +204,13 @@ def _distribute(
         stages = [stage.submod for stage in parallel.stages]
         return PipelineEngine(model=stages, stages=layout.pp, parallel=parallel, **common)
     return ModelEngine(model=parallel.model, scaler=_loss_scaler(parallel.model, config, common["device"]), **common)
+
+
+def _reduced_parameters(model: DistributedDataParallel) -> list[str]:
+    """Return the names of the parameters whose gradients DDP averages, in the order of DDP."""
+    ignored = model.parameters_to_ignore
+    trained = [name for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+    return [name.replace("_checkpoint_wrapped_module.", "") for name in trained]
 
 
 def _parallelism_settings(config: TrainConfig, layout: Layout) -> dict[str, Any]:
