@@ -139,13 +139,7 @@ def step_adamw(
 ) -> None:
     """Change parameters that have gradients by AdamW, with the settings of their group.
 
-    Parameters of half precision are changed in float32, one after the other, and rounded once.
-
-    Args:
-        group: The settings.
-        parameters: Parameters with gradients.
-        states: The states of the optimizer, by parameter; empty ones are filled.
-        names: The names of the parameters, for ``bf16_stochastic_round``.
+    Parameters of half precision are changed in float32, one after the other, and rounded once. Empty states are filled.
     """
     for p in parameters:
         if not states[p]:
@@ -194,19 +188,11 @@ def _has_fused_kernel(device_type: str) -> bool:
 
 
 def copy_rounded(parameter: Any, values: Tensor, group: dict[str, Any], name: str, step: int) -> None:
-    """Copy the new values of a parameter to its shard on this rank.
+    """Copy the new values of a parameter to its shard on this rank, rounded to the nearest number of its dtype.
 
-    Values are rounded to the nearest number of the parameter's dtype. If the group has ``bf16_stochastic_round`` and
-    the dtype is bfloat16, a value between two numbers becomes either, the upper one with the probability that keeps
-    the mean. The random bits of an entry depend on the seed, the name, the step and the index in the complete
-    parameter.
-
-    Args:
-        parameter: The parameter, sharded or not.
-        values: The values of the shard, float32 for bfloat16.
-        group: The settings of its group.
-        name: The name of the parameter, which is the same in every layout.
-        step: The number of steps of this parameter.
+    If the group has ``bf16_stochastic_round`` and the dtype is bfloat16, a value between two numbers becomes either,
+    the upper one with the probability that keeps the mean. The random bits of an entry depend on the seed, the name,
+    the step and the index in the complete parameter, and so are equal in every layout.
     """
     target = local_part(parameter)
     if group.get("bf16_stochastic_round") and target.dtype is torch.bfloat16:

@@ -74,18 +74,10 @@ def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[No
 
 
 def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name: str) -> None:
-    """Raise on every rank unless the ranks of each group have gradients of the same sharded matrices.
+    """Raise DistributedError on every rank unless the ranks of each group have gradients of the same sharded matrices.
 
-    Args:
-        matrices: For each matrix that is sharded, its name, which is equal on all ranks, its layout, and whether this
-            rank has a gradient. Matrices of several models may have equal names.
-        call_name: The name of the call, for errors.
-
-    Raises:
-        DistributedError: On every rank of a group, if gradients differ between ranks, or the shards of a matrix are not
-            the chunks of torch.chunk.
-
-    Cost: an all-reduce of 16 bytes for each group. On a GPU, the host waits for it.
+    A matrix has a name, which is equal on all ranks, a layout, and whether this rank has its gradient. Cost: an
+    all-reduce of 16 bytes for each group, for which the host waits.
     """
     matrices_by_group: dict[dist.ProcessGroup, list[tuple[str, ShardLayout, bool]]] = {}
     for matrix in matrices:
@@ -118,10 +110,7 @@ def _exchange(
 ) -> Generator[None, None, list[Tensor]]:
     """Send a part to each rank, and return the parts of all ranks, flat; yield while they travel.
 
-    Args:
-        parts: A tensor for each rank; the tensor for this rank is returned and not sent.
-        counts: The number of entries from each rank.
-        layout: The layout, for its group and the rank of this process in it.
+    The part for this rank is returned and not sent. ``counts`` are the numbers of entries from each rank.
     """
     rank, device = layout.rank, sending_device(layout.group, parts[0])
     for_this_rank = parts[rank].flatten()

@@ -28,18 +28,7 @@ _BATCH_BYTES = 1 << 26  # of the complete matrices, in float32, that a rank orth
 class MatrixUpdate:
     """The next update of a parameter (m, n), or of a stack of matrices (experts, m, n), on this rank.
 
-    Args:
-        parameter: The parameter; its gradient exists.
-        group: The settings of its group.
-        state: The state of the optimizer for this parameter, which gets a momentum if it is empty.
-        layout: The layout of sharded matrices; None if this rank has complete matrices.
-
-    Attributes:
-        shape: (m, n) of the complete matrices, tall after a transposition.
-        layout: The argument.
-        dtype: The dtype of Newton-Schulz iterations.
-        count: The number of matrices on this rank, complete or sharded.
-        batch_key: What updates of one batch have in common.
+    ``shape`` is (m, n) of the complete matrices, tall after a transposition; ``layout`` is None if this rank has them.
     """
 
     def __init__(
@@ -103,9 +92,7 @@ def batch_limit(update: MatrixUpdate) -> int:
 def batches_of(updates: Iterable[_Update], limit_of: Callable[[_Update], int]) -> Iterator[list[_Update]]:
     """Yield updates that are computed together: of one shape, layout, dtype and device, and of limited size.
 
-    Args:
-        updates: The updates.
-        limit_of: Returns the largest number of matrices like those of an update in a batch, equal on all ranks.
+    ``limit_of`` returns the largest number of matrices like those of an update in a batch, equal on all ranks.
     """
     by_key: dict[tuple[Any, ...], list[_Update]] = {}
     for update in updates:

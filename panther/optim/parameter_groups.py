@@ -145,13 +145,8 @@ def split_groups(
 
     The last matrix is a head unless a name tells the head, or names tell that it is in the last one of several blocks.
     The first matrix is an embedding if neither its name nor a bias after it tells a layer. A single matrix is hidden.
-
-    Args:
-        params: The argument of an optimizer: parameters, pairs of a name and a parameter, or groups of them.
-        setting: The key of the setting.
-        values: The value for hidden matrices, and the other value.
-        shortest_side: The number of rows and columns that a hidden matrix has at least.
-        dims: The numbers of dimensions of hidden matrices; 3 adds stacks whose name has the word "expert".
+    ``values`` are the values for hidden matrices and for the rest; ``dims`` are the numbers of dimensions of hidden
+    matrices, where 3 adds stacks whose name has the word "expert".
     """
     groups: list[Any] = list(params)
     if groups and not isinstance(groups[0], dict):

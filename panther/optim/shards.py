@@ -90,10 +90,8 @@ def layout_of(parameter: Tensor) -> ShardLayout | None:
 
     The group has the ranks along those axes of the mesh that shard rows or columns. Experts, along the first of three
     dimensions, are separate matrices. If several axes shard the matrices, a process group is made in the first call,
-    which all ranks of this group have to make.
-
-    The shards have to be those of ``torch.chunk``, axis by axis, as FSDP2 and tensor parallelism make them. If this
-    rank's shard is not, the layout has an error.
+    which all ranks of this group have to make. The layout has an error if this rank's shard is not the one of
+    ``torch.chunk``, axis by axis, as FSDP2 and tensor parallelism make it.
     """
     if not isinstance(parameter, DTensor) or parameter.numel() == 0:
         return None

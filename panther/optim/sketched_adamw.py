@@ -2,7 +2,6 @@
 
 __all__ = ["SketchedAdamW"]
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Any, Self, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from panther._hints import explain_keywords
@@ -34,9 +33,6 @@ class _BackwardSteps:
 
     Parameters hold their hooks, and Python's garbage collector does not look into them. Therefore hooks refer weakly to
     this object, and this object to the optimizer; both end with the optimizer, and hooks then do nothing.
-
-    Args:
-        step_one: A method that takes the step of one parameter, from the number of its group and its index there.
     """
 
     def __init__(self, step_one: Callable[[int, int], None]) -> None:
@@ -89,23 +85,17 @@ def _call(reference: "weakref.WeakMethod[Callable[..., None]]", *arguments: Any)
 
 
 def _refuse_ddp(parameters: set[Tensor]) -> None:
-    """Raise ConfigError if DistributedDataParallel, whose averages come after the hooks, has one of the parameters.
+    """Raise ConfigError on several ranks without sharded parameters, as under DistributedDataParallel.
 
-    It leaves no trace at its parameters, therefore this looks through the objects of the process, once.
+    Its averages come after the hooks, and it leaves no trace at its parameters.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    wrapper = nn.parallel.DistributedDataParallel
-    # A wrapper that is not used any more may wait for the garbage collector.
-    for collect in (lambda: None, gc.collect):
-        collect()
-        models = [value for value in gc.get_objects() if issubclass(type(value), wrapper)]
-        if not any(p in parameters for model in models for p in model.parameters()):
-            return
-    raise ConfigError(
-        "step_in_backward_() takes steps before DistributedDataParallel averages the gradients, which it keeps in "
-        "its buckets in any case: shard the model by fully_shard, or do not call step_in_backward_()"
-    )
+    if torch.distributed.get_world_size() > 1 and not any(hasattr(p, "to_local") for p in parameters):
+        raise ConfigError(
+            "no parameter is sharded, and step_in_backward_() takes steps before DistributedDataParallel averages the "
+            "gradients: shard the model by fully_shard, or do not call step_in_backward_()"
+        )
 
 
 class SketchedAdamW(CheckedGroups):
@@ -177,8 +167,6 @@ class SketchedAdamW(CheckedGroups):
     _backward_steps: _BackwardSteps | None = None
     # benchmarks.train.sketch_variants replaces it, to compare kinds of sketches.
     _update_class: type[SketchedUpdate] = SketchedUpdate
-    grad_scale: Tensor | None
-    found_inf: Tensor
 
     @explain_keywords
     def __init__(
@@ -255,8 +243,8 @@ class SketchedAdamW(CheckedGroups):
 
         Raises:
             RuntimeError: In a second backward pass before ``step()``.
-            ConfigError: In the first backward pass, if DistributedDataParallel has a parameter; in ``step()``, if a
-                GradScaler calls it, whose factor is in the gradients of the backward pass.
+            ConfigError: In the first backward pass on several ranks without a sharded parameter, as under
+                DistributedDataParallel.
 
         Cost: ranks that shard a matrix send the messages of a step for each matrix, in place of for all together.
 
@@ -284,12 +272,6 @@ class SketchedAdamW(CheckedGroups):
             name, p, _ = self.entry(number, index)
             steps.add(number, index, name, p)
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # With True, GradScaler.step sets `grad_scale` and calls step(), which refuses it. Otherwise torch would raise
-        # an AssertionError about missing gradients.
-        return self.steps_in_backward
-
     @torch.compiler.disable  # signs depend on counts and on names, which a graph would hold as constants
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -301,18 +283,11 @@ class SketchedAdamW(CheckedGroups):
         Raises:
             ValueError: If a gradient is sparse.
             ShapeError: If a matrix has changed its shape since its moments were made.
-            ConfigError: If a GradScaler calls it after :meth:`step_in_backward_`.
             RuntimeError: If a CUDA graph captures the step.
             TrainingError: Before a matrix changes, if an update is not finite, although its gradient is.
             DistributedError: On every rank, before anything changes, if ranks have other settings of sharded matrices,
                 or other gradients of them.
         """
-        if self.steps_in_backward and "found_inf" in vars(self):  # set by GradScaler.step
-            del self.grad_scale, self.found_inf
-            raise ConfigError(
-                "parameters have taken their steps in the backward pass with gradients that a GradScaler had "
-                "multiplied: train in bfloat16 without a scaler, or do not call step_in_backward_()"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -334,7 +309,7 @@ class SketchedAdamW(CheckedGroups):
         layouts = self._agreed_layouts((name, p) for name, p, _ in sketched)
         for name, p, group in entries:
             self._refuse_sparse(name, p)
-            _check_moments(name, p, self.state.get(p, {}), group)
+            _check_moments(name, p, self.state.get(p, {}), group, ShapeError)
         updates = [
             self._update_class(name, p, group, self.state[p], layouts.get(p), self.period_signs)
             for name, p, group in sketched
@@ -352,12 +327,7 @@ class SketchedAdamW(CheckedGroups):
         return [(number, i) for number, group in enumerate(self.param_groups) for i in range(len(group["params"]))]
 
     def entry(self, number: int, index: int) -> _Entry:
-        """Return a parameter with its group and its name, equal in all layouts that keep names or else the order.
-
-        Args:
-            number: The number of the group.
-            index: The index of the parameter in the group.
-        """
+        """Return a parameter with its group and its name, equal in all layouts that keep names or else the order."""
         group = self.param_groups[number]
         names = group.get("param_names")
         name = _plain_name(names[index]) if names else f"parameter {index} of group {number}"
@@ -383,7 +353,7 @@ class SketchedAdamW(CheckedGroups):
                 self._check_kind(subject, groups[number], ("rank", "update", "period", "seed"))
                 if state:
                     self._check_kind(subject, state, _SKETCHED if _is_sketched(p, groups[number]) else _PLAIN)
-                _check_saved_moments(name, p, state, groups[number])
+                _check_moments(name, p, state, groups[number], CheckpointError)
         super().load_state_dict(state_dict)
         self._has_agreed = False  # the groups may have other seeds now
 
@@ -409,11 +379,7 @@ class SketchedAdamW(CheckedGroups):
 
 
 def _plain_name(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers add, and without modules that are named so.
-
-    A model may have an attribute ``module`` of its own. Every layout has its name, whatever wraps the model there, so
-    the name loses this part in every layout.
-    """
+    """Return the name of a parameter without modules that are named as wrappers name theirs, equal in every layout."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -441,25 +407,17 @@ def _check_sketch(name: str, p: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_moments(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise ShapeError if the parameter has changed its shape."""
-    moment = state.get("sketch_avg", state.get("exp_avg"))
-    if moment is not None and tuple(moment.shape) != _moment_shape(p, group):
-        raise ShapeError(
-            f"the moments of {name} have the shape {tuple(moment.shape)}, and with its shape {tuple(p.shape)} and "
-            f"rank={group['rank']} they have the shape {_moment_shape(p, group)}: make a new optimizer after a change "
-            "of either"
-        )
-
-
-def _check_saved_moments(name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless saved moments fit a parameter with the settings of the saved group."""
+def _check_moments(
+    name: str, p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], error: type[Exception]
+) -> None:
+    """Raise the error unless the moments of a state fit a parameter with the settings of a group."""
+    shape = _moment_shape(p, group)
     for key in ("sketch_avg", "sketch_avg_sq", "exp_avg", "exp_avg_sq"):
-        if key in state and tuple(state[key].shape) != _moment_shape(p, group):
-            raise CheckpointError(
-                f"{key} of {name} in the state has the shape {tuple(state[key].shape)}, and with rank={group['rank']} "
-                f"and the parameter's shape {tuple(p.shape)} it has the shape {_moment_shape(p, group)}: load the "
-                "state of the same model"
+        if key in state and tuple(state[key].shape) != shape:
+            raise error(
+                f"{key} of {name} has the shape {tuple(state[key].shape)}, and with the parameter's shape "
+                f"{tuple(p.shape)} and rank={group['rank']} it has the shape {shape}: load the state of the same "
+                "model, or make a new optimizer after a change of either"
             )
 
 

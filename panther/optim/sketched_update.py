@@ -55,23 +55,8 @@ class SketchedUpdate:
     """The next update of a matrix on this rank, which has all of it or a shard.
 
     The matrix is taken as a tall one (m, n): transposed, if its shorter side comes first. A sketch of its rows has the
-    shape (rank, m).
-
-    Args:
-        name: The name of the parameter, which selects the projections.
-        parameter: The parameter; its gradient exists.
-        group: The settings of its group.
-        state: The state of the optimizer for this parameter, which gets moments if it is empty.
-        layout: The layout of a sharded matrix; None if this rank has all of it.
-        period_signs: Draws the signs of the projection.
-
-    Attributes:
-        count: The number of matrices.
-        batch_key: What updates of one batch have in common.
-        shape: The numbers of rows and columns of the tall matrix on all ranks.
-        rank: The number of rows of the sketch.
-        counts_rows: Whether this rank counts its rows of the sketch, which ranks with other columns have too.
-        has_all_columns: Whether the sketch of this rank is complete.
+    shape (rank, m). The state gets moments if it is empty. Ranks with other columns have the same rows of the sketch,
+    of which one rank counts (``counts_rows``).
     """
 
     count = 1
@@ -120,9 +105,7 @@ class SketchedUpdate:
     def apply(self, values: Tensor) -> None:
         """Change the parameter; half precision is rounded once, after the decay and the update.
 
-        Args:
-            values: The factors of the gradient, one number or one for each row; Adam's quotient ``(rank, rows)`` with
-                ``"projected"``.
+        ``values`` are the factors of the gradient, or Adam's quotient ``(rank, rows)`` with ``"projected"``.
         """
         rate, decay = float(self.group["lr"]), self.group["weight_decay"]
         changed = self._parameter.to(self.dtype)
@@ -180,9 +163,6 @@ class _Batch:
     """Updates of one shape, layout and settings, which are computed together.
 
     Attributes:
-        updates: The updates.
-        first: The first of them.
-        has_factors: Whether updates are gradients times factors, which depend on the norms of all ranks.
         sketches: ``(batch, rank, rows)``; after :meth:`project` times ``_HEADROOM``, and parts of sums over the ranks,
             if columns are sharded.
         squares: The squared norms of the rows of the gradients on this rank, ``(batch, rows)``, or with ``"tensor"``
@@ -190,7 +170,6 @@ class _Batch:
         sums: After :meth:`advance`, for each matrix the squared norms of Adam's quotient times its gain and of the
             gradient, of the parts that no other rank counts; with ``"channel"``, if columns are sharded, also the
             squared norms of all rows, with zeros for rows of other ranks.
-        is_valid: After :meth:`finish`, whether each update is finite or has a gradient that is not, ``(batch,)``.
     """
 
     def __init__(self, updates: Sequence[SketchedUpdate]) -> None:
@@ -307,11 +286,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def apply_sketched(updates: Sequence[SketchedUpdate]) -> None:
-    """Update matrices; ranks that share some send one message of sketches, if they have to, and one of norms.
-
-    Raises:
-        TrainingError: Before a parameter changes, if an update is not finite, although its gradient is.
-    """
+    """Update matrices; ranks that share some send one message of sketches, if they have to, and one of norms."""
     batches = [_Batch(batch) for batch in batches_of(updates, lambda update: _BATCH_NUMBERS // math.prod(update.shape))]
     with full_precision():
         for batch in batches:

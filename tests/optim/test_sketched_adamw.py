@@ -334,7 +334,7 @@ def test_bad_input_is_refused_before_anything_changes():
         optimizer.step()
     named[1][1].grad = None
     named[1][1].data = torch.ones(8, 4, dtype=torch.float64)
-    with pytest.raises(ShapeError, match=r"layers\.1\.weight have the shape \(9, 3\), and with its shape \(8, 4\)"):
+    with pytest.raises(ShapeError, match=r"layers\.1\.weight has the shape \(9, 3\), and with .* shape \(8, 4\)"):
         optimizer.step()
     assert torch.equal(named[0][1], first_values[0])
 
