@@ -17,7 +17,7 @@ from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
 from panther.nn.attention.record import sizes_of
-from panther.tuning.guards import Usage, recording_usage
+from panther.tuning.guards import recording_calls
 
 EXACT = "exact"  # value of kernel_fn that keeps the softmax
 
@@ -48,24 +48,28 @@ def replacement_of(
 def calibrated(runner: Runner, new: Replacement, names: Mapping[nn.Module, str]) -> Replacement:
     """Fit the feature maps to the first batch, and check that the model uses only the new modules.
 
-    Raises:
-        TuningError: If a new module is not called, an old module is still used, or a call is not possible.
+    A list in the model, or a forward that a library has stored, can still refer to a replaced module.
     """
     if not new or not runner.batches:
         return new
-    usage = Usage()
+    called: set[nn.Module] = set()
     with ExitStack() as stack, torch.no_grad():
         for layer in new.values():
             _calibrate_on_call(stack, layer)
         stack.enter_context(replace_modules(runner.model, new))
-        stack.enter_context(recording_usage(new, usage))
+        stack.enter_context(recording_calls(new, called))
         try:
             runner.output(runner.batches[0])
         except Exception as error:
             raise TuningError(
                 f"attention by features does not run in this model: {error}: leave the layer out of the space"
             ) from error
-    usage.check(new, names, "module", "in the first calibration batch")
+    if uncalled := [names[old] for old in new if old not in called]:
+        raise TuningError(
+            f"module {uncalled[0]!r} was replaced, and the new module is not called in the first calibration batch: "
+            "something else references the old one, for example a forward that a library has stored: remove the "
+            "reference, or exclude it from the search"
+        )
     return new
 
 

@@ -7,7 +7,7 @@ __all__ = ["CompressedModels", "prepare_models"]
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -38,21 +38,14 @@ _CACHED_SHARE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedModels(Prepared):
-    """The models of plans, made from a fitted copy of the model, in eval mode.
-
-    Attributes:
-        attention: The attention modules that can be replaced.
-        seconds: Duration of the preparation.
-        training: The training mode of each module of the original model.
-        model_fn: The user's function that returns the model, if there is one.
-        allocations: Earlier choices of :func:`panther.compress`, by budget.
-    """
+    """The models of plans, made from a fitted copy of the model, in eval mode."""
 
     attention: AttentionModules
     seconds: float
     training: Sequence[bool]
-    model_fn: Callable[[], nn.Module] | None
+    """The training mode of each module of the original model."""
     allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
+    """Earlier choices of :func:`panther.compress`, by budget."""
     _layers: dict[Any, tuple[int, Replacement]] = field(default_factory=dict, repr=False)
     """Bytes and new layers by target, form and rank, with recently used layers at the end."""
 
@@ -127,11 +120,7 @@ class CompressedModels(Prepared):
         return new | self._new_attention(plan, new)
 
     def replacement(self, plan: Plan) -> tuple[Replacement, HealResult | None]:
-        """Return the new modules of a plan, healed if the plan has ``heal``.
-
-        Raises:
-            TuningError: If attention by features does not run in the model, or the model does not call it.
-        """
+        """Return the new modules of a plan, healed if the plan has ``heal``."""
         new = convert_all(self.survey, self.fits, self.choice_of(plan), self.seed)
         new |= self._new_attention(plan, new)
         if not plan.heal or not new:
@@ -171,7 +160,7 @@ class CompressedModels(Prepared):
         replacement, healed = self.replacement(plan)
         with self.runner.calibrating(self.seed):
             measured = measure(self.runner, self.targets, replacement, speed=False)
-        model = copy_model(self.runner.model, self.model_fn)
+        model = copy_model(self.runner.model)
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
         modules = dict(zip(self.runner.model.modules(), model.modules(), strict=True))
@@ -204,20 +193,14 @@ class CompressedModels(Prepared):
 
 
 def prepare_models(
-    runner: Runner, config: CompressConfig | None, seed: int, *, by_time: bool, training: Sequence[bool],
-    model_fn: Callable[[], nn.Module] | None,
-) -> CompressedModels:  # fmt: skip
-    """Fit all layers of a copied model, and find its attention; with no ``config``, only find its attention.
-
-    Raises:
-        CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
-    """
+    runner: Runner, config: CompressConfig | None, seed: int, *, by_time: bool, training: Sequence[bool]
+) -> CompressedModels:
+    """Fit all layers of a copied model, and find its attention; with no ``config``, only find its attention."""
     began = time.perf_counter()
     attention = find_attention(runner.model, None, None)
     prepared = Prepared(runner, Survey((), ()), seed)
     if config is not None:
         with runner.calibrating(seed):
             prepared = prepare_for_budgets(runner, config, seed, by_time=by_time)
-    return CompressedModels(
-        **vars(prepared), attention=attention, seconds=time.perf_counter() - began, training=training, model_fn=model_fn
-    )
+    seconds = time.perf_counter() - began
+    return CompressedModels(**vars(prepared), attention=attention, seconds=seconds, training=training)

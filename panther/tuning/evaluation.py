@@ -8,8 +8,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from panther.compression.selection.trials import model_speed
 from panther.errors import TuningError
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.guards import Usage, fingerprint, place_of, recording_usage
+from panther.tuning.guards import fingerprint
 from panther.tuning.plan import Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
@@ -50,18 +50,7 @@ def run_steps(steps: Steps[_Result], ends: Callable[[int, Figures], bool] = lamb
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial.
-
-    Attributes:
-        figures: Figures of the model. The metric is the last partial metric if the trial was pruned, or NaN if it
-            failed.
-        state: ``"complete"``, ``"pruned"`` or ``"failed"``.
-        partial: Partial metrics.
-        build_s: Seconds for making the layers and for measurements except for the metric.
-        evaluate_s: Seconds of the user's function.
-        reason: Why the trial failed.
-        uncalled: Names of layers whose replacements were used for the first time, and that the function did not call.
-    """
+    """The result of a trial; the metric of a pruned trial is its last partial metric, and of a failed one NaN."""
 
     figures: Figures
     state: str
@@ -69,7 +58,6 @@ class Outcome:
     build_s: float = 0.0
     evaluate_s: float = 0.0
     reason: str = ""
-    uncalled: tuple[str, ...] = ()
 
 
 def failed(reason: str) -> Outcome:
@@ -83,18 +71,7 @@ def _only_metric(metric: float) -> Figures:
 
 @dataclass
 class Evaluator:
-    """Runs plans on a copy of the model.
-
-    Attributes:
-        runner: The copy and its calibration batches.
-        seed: The seed of generators before each call of the user's function.
-        evaluate: The user's function.
-        goal: The objective and the constraints.
-        repeats: Number of calls of ``evaluate`` for a model. Its metric is the mean.
-        catch: Exceptions of the user's functions that make a trial fail and do not end the search.
-        unchanged: Figures of the unchanged model, once they are measured.
-        checked_layers: Layers for which a trial has shown whether their replacements are called.
-    """
+    """Runs plans on a copy of the model."""
 
     runner: Runner
     seed: int
@@ -103,15 +80,10 @@ class Evaluator:
     repeats: int = 1
     catch: tuple[type[Exception], ...] = ()
     unchanged: Figures | None = None
-    checked_layers: set[nn.Module] = field(default_factory=set, repr=False)
+    """Figures of the unchanged model, once they are measured."""
 
     def measure_unchanged(self) -> tuple[Figures, float]:
-        """Evaluate the unchanged model twice. Return its figures and the mean seconds of an evaluation.
-
-        Raises:
-            TuningError: If ``evaluate`` raises, returns no finite number, changes the model, or returns different
-                numbers for the same model.
-        """
+        """Evaluate the unchanged model twice. Return its figures and the mean seconds of an evaluation."""
         subject = _Subject(self.runner.model, "the unchanged model")
         figures_of = self._measure(subject, self._latency({}))
         began = time.perf_counter()
@@ -135,18 +107,8 @@ class Evaluator:
         self.unchanged = figures_of(first)
         return self.unchanged, seconds
 
-    def metric_of(self, model: nn.Module, label: str) -> float:
-        """Return the metric of a model that was built again, in eval mode as in trials."""
-        with _restored_modes(model):
-            return float(run_steps(self._metric(_Subject(model.eval(), label))))
-
     def trial(self, models: CompressedModels, plan: Plan, number: int) -> Steps[Outcome]:
-        """Run one trial, step by step.
-
-        Raises:
-            TuningError: If ``evaluate`` changes the model or raises what is not in ``catch``, or an old layer still
-                runs.
-        """
+        """Run one trial, step by step."""
         try:
             return (yield from self._trial(models, plan, f"trial {number}"))
         except TrialError as error:
@@ -161,10 +123,7 @@ class Evaluator:
         with preserved_generators():  # Making layers draws random numbers.
             replacement = models.trial_layers(plan)
         latency = self._latency(replacement)
-        names = {module: name for name, module in self.runner.model.named_modules()}
-        names |= {layer: f"{names[place[0]]}.{place[1]}" for layer in replacement if (place := place_of(layer))}
-        new = {old: layer for old, layer in replacement.items() if old not in self.checked_layers}
-        usage, partial = Usage(), list[float]()
+        partial = list[float]()
         with replace_modules(self.runner.model, replacement):
             subject = _Subject(self.runner.model, label)
             figures_of = self._measure(subject, latency)
@@ -174,22 +133,16 @@ class Evaluator:
                 partial.append(metric)
                 return figures_of(metric)
 
-            metric = yield from self._metric(subject, record, recording_usage(new, usage))
+            metric = yield from self._metric(subject, record)
         ended = time.perf_counter()
-        pruned = metric is None
-        # Notes name other layers that evaluate does not call.
-        attention = [] if pruned else [old for old in new if old in models.attention_names]
-        usage.check(attention, names, "layer", f"by evaluate in {label}")
-        self.checked_layers |= usage.called if pruned else new.keys()
         figures, state, reason = figures_of(partial[-1] if metric is None else metric), "complete", ""
         if not math.isfinite(figures.metric):
             state, reason = "failed", f"evaluate returned {figures.metric}"
         elif not math.isfinite(figures.objective):
             state, reason = "failed", f"the objective is {figures.objective}"
-        elif pruned:
+        elif metric is None:
             state = "pruned"
-        uncalled = () if pruned else tuple(names[old] for old in new if old not in usage.called)
-        return Outcome(figures, state, tuple(partial), ready - began, ended - ready, reason, uncalled)
+        return Outcome(figures, state, tuple(partial), ready - began, ended - ready, reason)
 
     def _latency(self, replacement: Replacement) -> float | None:
         """Return the seconds per batch: the unchanged model's time divided by the measured speedup."""
@@ -211,32 +164,21 @@ class Evaluator:
                 value = _number(objective(subject.model), "objective", subject.label)
         return lambda metric: Figures(metric, size, latency, metric if value is None else float(value))
 
-    def _metric(
-        self,
-        subject: "_Subject",
-        figures_of: Callable[[float], Figures] = _only_metric,
-        recording: AbstractContextManager[None] | None = None,
-    ) -> Steps[Any]:
+    def _metric(self, subject: "_Subject", figures_of: Callable[[float], Figures] = _only_metric) -> Steps[Any]:
         """Return the mean of the user's function over its repeats, or None if the trial is to end early.
 
-        Only the first call is recorded and reports partial metrics, because later calls would repeat the steps.
+        Only the first call reports partial metrics, because later calls would repeat the steps.
         """
-        first = yield from self._once(subject, self.seed, figures_of, recording or nullcontext())
+        first = yield from self._once(subject, self.seed, figures_of)
         if first is None:
             return None
         later_seeds = range(self.seed + 1, self.seed + self.repeats)
-        later: list[Any] = [run_steps(self._once(subject, seed, _only_metric, nullcontext())) for seed in later_seeds]
+        later: list[Any] = [run_steps(self._once(subject, seed, _only_metric)) for seed in later_seeds]
         return sum([first, *later]) / self.repeats
 
-    def _once(
-        self,
-        subject: "_Subject",
-        seed: int,
-        figures_of: Callable[[float], Figures],
-        recording: AbstractContextManager[None],
-    ) -> Steps[float | None]:
+    def _once(self, subject: "_Subject", seed: int, figures_of: Callable[[float], Figures]) -> Steps[float | None]:
         """Call the user's function once. Return its metric, or None if the trial is to end early."""
-        with self._calling("evaluate", subject, seed), recording:
+        with self._calling("evaluate", subject, seed):
             returned = self.evaluate(subject.model)
             if not inspect.isgenerator(returned):
                 return _number(returned, "evaluate", subject.label)

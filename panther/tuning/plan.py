@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from panther.errors import TuningError
 
@@ -43,45 +42,23 @@ class Plan:
         return cls(**json.loads(text))
 
 
-def call_model_fn(model_fn: Callable[[], nn.Module], call: str) -> nn.Module:
-    """Call the user's function, and return its model.
-
-    Raises:
-        TuningError: If the function raises, or returns something else.
-    """
+def call_model_fn(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Call the user's function, and return its model."""
     try:
         model = model_fn()
     except Exception as error:
-        raise TuningError(f"the model's function raised {type(error).__name__}: {error} for {call}") from error
+        raise TuningError(f"the model's function raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise TuningError(f"the model's function returned a {type(model).__name__}, and must return an nn.Module")
     return model
 
 
-def copy_model(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Module:
-    """Return a copy of a model. If it cannot be copied, call the user's function that returned it again.
-
-    Raises:
-        TuningError: If the model cannot be copied and no function returned it, or if the second call does not return
-            the same weights in a new model.
-    """
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model."""
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        if model_fn is None:
-            raise TuningError(
-                f"the model cannot be copied ({type(error).__name__}: {error}): pass a function that returns a new "
-                "model, as in pr.tune(lambda: make_model(), ...)"
-            ) from error
-    second = call_model_fn(model_fn, "its second call")
-    pairs = zip(model.state_dict().values(), second.state_dict().values(), strict=False)
-    if (
-        not set(second.modules()).isdisjoint(model.modules())
-        or [name for name, _ in second.named_modules()] != [name for name, _ in model.named_modules()]
-        or not all(torch.equal(tensor, other) for tensor, other in pairs if isinstance(tensor, Tensor))
-    ):
         raise TuningError(
-            "the model cannot be copied, and its function returned the same object or other weights when it was called "
-            "again: it must return a new model with the same weights"
-        )
-    return second
+            f"the model cannot be copied ({type(error).__name__}: {error}), and trials run on a copy: remove what "
+            "copy.deepcopy does not take, such as open files and parameters that are not leaves"
+        ) from error

@@ -22,7 +22,7 @@ from panther.errors import ConfigError, TuningError
 from panther.nn.sketch_record import plain_state
 from panther.tuning.compressed_models import CompressedModels, prepare_models
 from panther.tuning.config import TuneConfig
-from panther.tuning.evaluation import SAME, Evaluator
+from panther.tuning.evaluation import Evaluator
 from panther.tuning.goal import Goal, check_unchanged
 from panther.tuning.plan import Plan, call_model_fn, copy_model
 from panther.tuning.result import Trial, TuneResult, pareto_front
@@ -31,7 +31,7 @@ from panther.tuning.space.layers import Space, heal_specs
 from panther.tuning.space.lines import AUTO, Line, parse_lines, used_forms
 from panther.tuning.study import DESCRIBED_FUNCTIONS, Study, open_study
 
-_MOST = 5  # failed trials or names that notes list
+_MOST = 5  # failed trials that notes list
 _SMALLEST_FIRST, _LARGEST_FIRST = 3, 8  # bounds of the number of first trials, the choices of pr.compress
 _FIRST_SHARE = 1 / 3  # share of first trials between these bounds
 
@@ -47,7 +47,7 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
 
     Args:
         model: A trained model. It is only read: trials run on a copy. Or a function that returns it, which is called
-            once (and again for each result if the model cannot be copied).
+            once.
         evaluate: ``evaluate(model)`` returns the metric of a model, or yields it for growing parts of the data, so that
             poor trials end early. It must not change weights, modules and hooks, and must return the same number for
             the same model; training modes are restored. torch's, Python's and NumPy's generators are seeded before each
@@ -179,12 +179,11 @@ class _Task:
     def __init__(self, model: Any, config: TuneConfig) -> None:
         self._config = config
         self._heal = heal_specs(config.heal)
-        self._model_fn = None if isinstance(model, nn.Module) else model
-        if self._model_fn is not None:
-            model = call_model_fn(self._model_fn, "its first call")
+        if not isinstance(model, nn.Module):
+            model = call_model_fn(model)
         check_model(model)
         check_adapters(model)
-        self.model = copy_model(model, self._model_fn).eval()
+        self.model = copy_model(model).eval()
         self._training = [module.training for module in model.modules()]
         is_automatic = isinstance(config.space, str) and config.space == AUTO
         self._lines = None if is_automatic else parse_lines(model, config.space)
@@ -200,7 +199,7 @@ class _Task:
         has_layers = self._lines is None or any(line.kind != "attention" for line in self._lines)
         models = prepare_models(
             runner, self.compress_config if has_layers else None, seed, by_time=self._config.goal.budgets_are_times,
-            training=self._training, model_fn=self._model_fn,
+            training=self._training,
         )  # fmt: skip
         return models, Space(models, self._lines, self._automatic_forms, self._heal)
 
@@ -266,15 +265,6 @@ def _search(task: _Task, config: TuneConfig, began: float) -> TuneResult:
         best = _best(search, goal)
         tuned, report = models.build(best.plan)
         notes = [*opened.notes, *space.notes, *_notes(search, config, end_reason)]
-        # The metric of a varying function cannot be compared.
-        if best.plan.heal and config.repeats == 1:
-            metric = evaluator.metric_of(tuned, "the best model")
-            if abs(metric - best.metric) > SAME * max(abs(metric), abs(best.metric)):
-                notes.append(
-                    f"the model of trial {best.number} was healed again for the result, and has the metric "
-                    f"{metric:.6g} instead of {best.metric:.6g} in the trial: fix the order of its data and its random "
-                    "numbers, or use the same number of threads"
-                )
         unchanged_trial = Trial(
             number=-1, params={}, state="complete", **asdict(unchanged), evaluate_s=evaluate_s, plan=Plan(),
             feasible=goal.feasible(unchanged, unchanged),
@@ -332,16 +322,4 @@ def _notes(search: Study, config: TuneConfig, end_reason: str) -> list[str]:
         notes.append(f"ended after {len(search.trials)} of {config.trials} trials: {end_reason}")
     failed = [trial for trial in search.trials if trial.state == "failed"]
     notes += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:_MOST]]
-    if search.uncalled:
-        names = sorted(search.uncalled)
-        rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        notes.append(
-            f"evaluate does not call {', '.join(map(repr, names[:_MOST]))}{rest}: the metric does not depend on "
-            "the forms of these layers"
-        )
-    if len(search.goal.directions) > 1 and config.pruner != "none" and any(trial.partial for trial in search.trials):
-        notes.append(
-            "no trial was pruned by partial metrics: without a constraint of the metric the search has two objectives, "
-            "and Optuna cannot prune with two objectives"
-        )
     return notes

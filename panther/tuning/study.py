@@ -5,7 +5,6 @@ __all__ = ["DESCRIBED_FUNCTIONS", "Job", "OpenStudy", "Study", "open_study"]
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,6 @@ from panther.tuning.space.layers import Space
 _NAME = "panther.tune"  # name of the study in the storage
 _IDENTITY, _UNCHANGED = "panther identity", "panther unchanged"
 DESCRIBED_FUNCTIONS = ("forward_fn", "loss_fn", "mask_fn")
-_EARLIER = re.compile(r"\S+( [0-9a-f]{8})?(?<!none)")  # the name of a function, and a hash of its code alone
 # Relative difference of the unchanged model's metric that is allowed in a resumed study, for another machine's
 # rounding.
 _AGREES = 1e-4
@@ -43,15 +41,7 @@ _HALVINGS, _NARROW = 40, 0.01  # bisections of budgets for the first trials, and
 
 @dataclass(frozen=True)
 class OpenStudy:
-    """An open study.
-
-    Attributes:
-        study: Optuna's study.
-        storage: The storage, as the user gave it.
-        seed: The seed of the search.
-        remembered: Stored figures of the unchanged model; empty for a new study.
-        notes: Repairs of the storage.
-    """
+    """An open study, with the stored figures of the unchanged model (empty for a new study) and notes of repairs."""
 
     study: Any
     storage: Any
@@ -60,11 +50,7 @@ class OpenStudy:
     notes: tuple[str, ...] = ()
 
     def check_unchanged_model(self, goal: Goal, unchanged: Figures) -> None:
-        """Store the unchanged model's figures and the seed in a new study.
-
-        Raises:
-            ConfigError: If a resumed study has other figures.
-        """
+        """Store the unchanged model's figures in a new study, or raise ConfigError if a resumed study has others."""
         if not self.remembered:
             self.study.set_user_attr(_UNCHANGED, json.dumps(asdict(unchanged) | {"seed": self.seed}))
             return
@@ -82,12 +68,7 @@ class OpenStudy:
 def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[OpenStudy]:
     """Create or resume the study of a storage. No other search can open a file meanwhile.
 
-    Args:
-        config: The arguments of the search.
-        description: What must not change when the search is resumed, by name.
-
-    Raises:
-        ConfigError: If the storage cannot be opened, is open, or has another study.
+    ``description`` is what must not change when the search is resumed, by name.
     """
     optuna: Any = require_extra("optuna", "tune")
     from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -136,10 +117,7 @@ def _differences(stored: Mapping[str, str], description: Mapping[str, str], seed
     differences = [f"{name} {stored.get(name)} instead of {description.get(name)}" for name in names]
     if config.seed is not None and seed != config.new_seed:
         differences.append(f"seed {seed} instead of {config.seed}")
-    hint = ""
-    if any(_EARLIER.fullmatch(stored.get(name, "")) for name in DESCRIBED_FUNCTIONS if name in names):
-        hint = ", where an earlier version of Panther described functions by less"
-    return ", ".join(differences[:3]) + hint
+    return ", ".join(differences[:3])
 
 
 def _unreadable(storage: Any, error: Exception) -> ConfigError:
@@ -263,7 +241,6 @@ class Study:
         self.trials = [
             _trial(trial.params, _record_of(trial)) for trial in stored_trials if _RECORD in trial.user_attrs
         ]
-        self.uncalled = {name for trial in stored_trials for name in _record_of(trial).get("uncalled", ())}
         self._repeats = sum(_REPEAT in trial.user_attrs for trial in stored_trials)
 
     @property
@@ -355,7 +332,6 @@ class Study:
         del self._pending[job.number]
         trial = _trial(job.trial.params, record)
         self.trials.append(trial)
-        self.uncalled |= set(outcome.uncalled)
         return trial
 
     def _tell(self, job: Job, name: str, record: Mapping[str, Any]) -> None:

@@ -414,7 +414,7 @@ def test_a_constraint_that_nothing_satisfies_says_the_best_reached(net, accuracy
     assert "and the unchanged model has metric" in str(caught.value)
 
 
-def test_a_storage_whose_functions_differ_or_were_described_by_an_earlier_version(net, accuracy, data, tmp_path):
+def test_a_storage_whose_functions_differ(net, accuracy, data, tmp_path):
     def weighted(weight):
         return lambda model, batch: weight * model(batch)
 
@@ -423,14 +423,8 @@ def test_a_storage_whose_functions_differ_or_were_described_by_an_earlier_versio
     options = {**QUICK, "trials": 2, "storage": storage, "constraint": ">= 80 %"}
     pr.tune(net, accuracy, data, forward_fn=weighted(1.0), **options)
     pr.tune(net, accuracy, data, forward_fn=weighted(1.0), **options)
-    with pytest.raises(ConfigError, match=r"has another study .*forward_fn .* instead of") as caught:
+    with pytest.raises(ConfigError, match=r"has another study .*forward_fn .* instead of"):
         pr.tune(net, accuracy, data, forward_fn=weighted(2.0), **options)
-    assert "earlier version" not in str(caught.value)
-    study = optuna.load_study(study_name="panther.tune", storage=storage)
-    identity = json.loads(study.user_attrs["panther identity"])
-    study.set_user_attr("panther identity", json.dumps(identity | {"forward_fn": "weighted.<lambda> 8d1f03aa"}))
-    with pytest.raises(ConfigError, match=r"weighted.* instead of .*, where an earlier version of Panther described"):
-        pr.tune(net, accuracy, data, forward_fn=weighted(1.0), **options)
 
 
 def test_a_storage_of_another_study(net, accuracy, data, tmp_path):

@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Protocol, Self
@@ -58,19 +57,14 @@ Start = Callable[[], Worker]
 
 
 def serialize(evaluator: Evaluator, models: CompressedModels) -> bytes:
-    """Return both as bytes. They share the model, so they are in one pickle.
-
-    Raises:
-        TuningError: If something in them cannot be pickled.
-    """
+    """Return both as bytes. They share the model, so they are in one pickle."""
     try:
         # cloudpickle supports functions of the main script, lambdas and closures. pickle only stores names in modules.
         dumps: Any = importlib.import_module("cloudpickle").dumps
     except ModuleNotFoundError:
         dumps = pickle.dumps
     try:
-        # Only the search's process builds results, so the function that returns the model is not needed.
-        data: bytes = dumps((evaluator, replace(models, model_fn=None)))
+        data: bytes = dumps((evaluator, models))
     except Exception as error:
         raise TuningError(
             f"the model, evaluate or the batches cannot be sent to other processes ({type(error).__name__}: {error}): "
@@ -80,11 +74,7 @@ def serialize(evaluator: Evaluator, models: CompressedModels) -> bytes:
 
 
 def deserialize(data: bytes | mmap.mmap) -> tuple[Evaluator, CompressedModels]:
-    """Return the arguments of :func:`serialize`.
-
-    Raises:
-        TuningError: If they cannot be loaded in this process.
-    """
+    """Return the arguments of :func:`serialize`."""
     try:
         evaluator, models = pickle.loads(data)
     except Exception as error:

@@ -104,50 +104,34 @@ class LayerSpace:
         self.models = models
         by_name = {name: target for target in models.targets for name in target.names}
         self._targets: dict[str, list[Target]] = {}
-        rest, shared = dict.fromkeys(models.targets), list[str]()
+        rest = dict.fromkeys(models.targets)
         for line in lines:
-            line_targets = dict.fromkeys(by_name[name] for name in line.names if name in by_name)
-            self._targets[line.label] = [target for target in line_targets if target in rest]
-            shared += [
-                f"{line.label!r} shares its weight with a layer of an earlier line of the space, whose settings apply"
-                for target in line_targets
-                if target not in rest
-            ]
-            rest = {target: None for target in rest if target not in line_targets}
+            # A target of an earlier line that shares its weight keeps the settings of that line.
+            line_targets = dict.fromkeys(by_name[name] for name in line.names if by_name.get(name) in rest)
+            self._targets[line.label] = list(line_targets)
+            rest = {target: None for target in rest if target not in self._targets[line.label]}
         self._cost_of_rest = sum(map(models.cost.dense, rest))
         self.lines = [line for line in lines if self._targets[line.label]]
         self._candidates = {line.label: self._line_candidates(line) for line in self.lines}
-        targets_of_lines = [(line, target) for line in self.lines for target in self._targets[line.label]]
-        notes = [note for line, target in targets_of_lines for note in self._notes_about(line, target)]
-        self.notes = (*shared, *_first_notes(notes))
+        for line in self.lines:
+            self._check_limits(line)
 
-    def _notes_about(self, line: Line, target: Target) -> list[str]:
-        """Return notes about forms that a layer cannot have, and about ranks and shares that are too small for it.
-
-        Raises:
-            ConfigError: If all values of a line are too small.
-        """
-        notes = []
+    def _check_limits(self, line: Line) -> None:
+        """Raise ConfigError if all ranks or shares of a line with one form are too small for one of its layers."""
         requests = [request_of(values) for values in line.values()]
-        forms = dict.fromkeys(request.form for request in requests)
-        for form in forms:
+        form, measure, _ = requests[0]
+        if not measure or any(request[:2] != (form, measure) for request in requests):
+            return
+        largest = max(request.limit for request in requests)
+        for target in self._targets[line.label]:
             options = [option for option in self.models.options[target] if option.form == form]
-            if not options and form != DENSE:
-                notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense with it")
-            for measure in ("rank", "share"):
-                limits = [request.limit for request in requests if (request.form, request.measure) == (form, measure)]
-                if not options or not limits:
-                    continue
-                smallest = min(_measured(option, measure) for option in options)
-                if measure == "share":
-                    smallest /= target.dense_bytes
-                if min(limits) >= smallest:
-                    continue
-                note = f"the smallest {measure} of {target.name!r} in the form {form!r} is {smallest:.4g}"
-                if max(limits) < smallest and len(forms) == 1:
-                    raise ConfigError(f"{note}, and the space asks for at most {max(limits):.4g}: ask for more")
-                notes.append(f"{note}, which is used where the space asks for less, down to {min(limits):.4g}")
-        return notes
+            unit = target.dense_bytes if measure == "share" else 1
+            smallest = min((_measured(option, measure) / unit for option in options), default=0.0)
+            if largest < smallest:
+                raise ConfigError(
+                    f"the smallest {measure} of {target.name!r} in the form {form!r} is {smallest:.4g}, and the space "
+                    f"asks for at most {largest:.4g}: ask for more"
+                )
 
     @property
     def smallest_budget(self) -> float:
@@ -247,7 +231,7 @@ class Space:
         self._auto = AutoSpace(models, auto if lines is not None else None, forms) if auto or lines is None else None
         self._layers = LayerSpace(models, of_kind["layers"]) if of_kind["layers"] else None
         self._parts = [part for part in (self._auto, self._layers) if part is not None]
-        self.notes = (*notes, *(() if self._layers is None else self._layers.notes))
+        self.notes = tuple(notes)
 
     @property
     def smallest_budget(self) -> float:
