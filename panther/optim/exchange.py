@@ -1,16 +1,14 @@
 """Orthogonalise matrices that are sharded over ranks, a batch of one layout at a time.
 
 Each matrix belongs to one rank, its owner. The shards go to the owner, which orthogonalises the complete matrix and
-sends the shards of the result back: a rank sends 2 (N - 1)/N^2 m n numbers for an (m, n) matrix.
-
-A generator stands for a batch. It yields while its messages travel, so that other batches compute in the meantime. All
-ranks run the same batches in the same order.
+sends the shards of the result back: a rank sends 2 (N - 1)/N^2 m n numbers for an (m, n) matrix. All ranks run the same
+batches in the same order.
 """
 
 __all__ = ["Owners", "check_gradients", "update_shards"]
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,34 +26,29 @@ _CALL = "MuonAdamW.step"
 
 
 class Owners:
-    """Choose the owner of each matrix: the rank with the least work so far, or the rank that has the matrix already."""
+    """Choose the owner of each matrix: the ranks of a group in turn, or the rank that has the matrix already."""
 
     def __init__(self) -> None:
-        self._flops_by_group: dict[dist.ProcessGroup, list[float]] = {}
+        self._counts: dict[dist.ProcessGroup, int] = {}
 
     def choose(self, layout: ShardLayout, count: int) -> list[int]:
         """Return the owners of ``count`` matrices, the same ones on every rank."""
         if layout.holder is not None:
             return [layout.holder] * count
-        m, n = layout.shape
-        flops = 8.0 * m * n**2 + 28.0 * n**3
-        loads = self._flops_by_group.setdefault(layout.group, [0.0] * layout.ranks)
-        owners = []
-        for _ in range(count):
-            owners.append(min(range(layout.ranks), key=loads.__getitem__))
-            loads[owners[-1]] += flops
-        return owners
+        first = self._counts.get(layout.group, 0)
+        self._counts[layout.group] = first + count
+        return [number % layout.ranks for number in range(first, first + count)]
 
 
-def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[None, None, None]:
-    """Update sharded matrices of one layout; yield while messages travel."""
+def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> None:
+    """Update sharded matrices of one layout."""
     layout = batch[0].layout
     assert layout is not None
     shards = advance_momenta(batch)  # (batch, rows, columns) of this rank
     by_owner = _by_rank(owners.choose(layout, len(shards)), layout.ranks)
     owned = by_owner[layout.rank]
     rectangles = layout.rectangles
-    pieces = yield from _exchange(
+    pieces = _exchange(
         [shards[indices] for indices in by_owner], [len(owned) * rectangle.size for rectangle in rectangles], layout
     )
     matrices = shards.new_empty(len(owned), *layout.shape)
@@ -66,7 +59,7 @@ def update_shards(batch: Sequence[MatrixUpdate], owners: Owners) -> Generator[No
         place.copy_(piece.view(place.shape))
     if owned:
         matrices.copy_(orthogonalize(matrices, dtype=matrices.dtype))
-    pieces = yield from _exchange(places, [len(indices) * layout.rectangle.size for indices in by_owner], layout)
+    pieces = _exchange(places, [len(indices) * layout.rectangle.size for indices in by_owner], layout)
     result = torch.empty_like(shards)
     for indices, piece in zip(by_owner, pieces, strict=True):
         result[indices] = piece.view(len(indices), *shards.shape[1:])
@@ -105,10 +98,8 @@ def check_gradients(matrices: Sequence[tuple[str, ShardLayout, bool]], call_name
         describe()  # raises if every rank has the same error
 
 
-def _exchange(
-    parts: Sequence[Tensor], counts: Sequence[int], layout: ShardLayout
-) -> Generator[None, None, list[Tensor]]:
-    """Send a part to each rank, and return the parts of all ranks, flat; yield while they travel.
+def _exchange(parts: Sequence[Tensor], counts: Sequence[int], layout: ShardLayout) -> list[Tensor]:
+    """Send a part to each rank, and return the parts of all ranks, flat.
 
     The part for this rank is returned and not sent. ``counts`` are the numbers of entries from each rank.
     """
@@ -120,10 +111,7 @@ def _exchange(
     output_sizes = [0 if index == rank else count for index, count in enumerate(counts)]
     received = message.new_empty(sum(output_sizes))
     with watched(_CALL, layout.group):
-        work = dist.all_to_all_single(received, message, output_sizes, input_sizes, group=layout.group, async_op=True)
-    yield
-    with watched(_CALL, layout.group):
-        work.wait()
+        dist.all_to_all_single(received, message, output_sizes, input_sizes, group=layout.group)
     pieces = list(received.to(for_this_rank.device).split(output_sizes))
     pieces[rank] = for_this_rank
     return pieces

@@ -2,12 +2,11 @@
 
 __all__ = [
     "MatrixUpdate", "advance_momenta", "apply_updates", "batch_limit", "batches_of", "iteration_dtype", "local_part",
-    "moment_dtype", "orthogonalize_batch", "placed_like", "placements_like", "run_overlapped",
+    "moment_dtype", "orthogonalize_batch", "placed_like", "placements_like",
 ]  # fmt: skip
 
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -108,10 +107,9 @@ def batches_of(updates: Iterable[_Update], limit_of: Callable[[_Update], int]) -
         yield batch
 
 
-def orthogonalize_batch(batch: Sequence[MatrixUpdate]) -> Generator[None, None, None]:
-    """Update complete matrices; nothing is sent, so the generator never yields."""
+def orthogonalize_batch(batch: Sequence[MatrixUpdate]) -> None:
+    """Update complete matrices."""
     apply_updates(batch, orthogonalize(advance_momenta(batch), dtype=batch[0].dtype))
-    yield from ()
 
 
 def advance_momenta(batch: Sequence[MatrixUpdate]) -> Tensor:  # (count, m, n) of this rank
@@ -123,29 +121,6 @@ def apply_updates(batch: Sequence[MatrixUpdate], updates: Tensor) -> None:
     """Change the parameters of a batch by its orthogonalised updates."""
     for member, update in zip(batch, updates.split([member.count for member in batch]), strict=True):
         member.apply(update)
-
-
-def run_overlapped(tasks: Iterable[Generator[None, None, None]]) -> None:
-    """Run generators to their ends in an order that depends on their number of steps only.
-
-    A task yields while its messages travel. The newest task starts before older tasks take a step, so that its message
-    travels while they compute.
-    """
-    active: deque[Generator[None, None, None]] = deque()
-    for task in tasks:
-        older = list(active)
-        active.append(task)
-        _advance([task, *older], active)
-    while active:
-        _advance(list(active), active)
-
-
-def _advance(tasks: Sequence[Generator[None, None, None]], active: deque[Generator[None, None, None]]) -> None:
-    for task in tasks:
-        try:
-            next(task)
-        except StopIteration:
-            active.remove(task)
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:

@@ -3,7 +3,7 @@
 __all__ = ["MuonAdamW"]
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from panther.optim.matrix_updates import (
     batch_limit,
     batches_of,
     orthogonalize_batch,
-    run_overlapped,
 )
 from panther.optim.parameter_groups import split_groups
 
@@ -144,7 +143,17 @@ class MuonAdamW(CheckedGroups):
             for p in group["params"]
             if p.grad is not None
         ]
-        run_overlapped(self._tasks(updates))
+        if sharded := [update for update in updates if update.layout is not None]:
+            from panther.optim.exchange import Owners, update_shards
+
+            owners = Owners()
+            for batch in batches_of(sharded, batch_limit):
+                update_shards(batch, owners)
+        for batch in batches_of((update for update in updates if update.layout is None), batch_limit):
+            orthogonalize_batch(batch)
+        for group in self.param_groups:
+            if not group["orthogonalize"]:
+                step_adamw(group, [p for p in group["params"] if p.grad is not None], self.state)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -171,24 +180,6 @@ class MuonAdamW(CheckedGroups):
                 _log.warning(
                     "group %d continues with AdamW, as in the state; a Trainer keeps its learning rate", number
                 )
-
-    def _tasks(self, updates: list[MatrixUpdate]) -> Iterator[Generator[None, None, None]]:
-        """Yield the parts of a step. Parts with messages come first, because the other parts run in the meantime."""
-        if sharded := [update for update in updates if update.layout is not None]:
-            from panther.optim.exchange import Owners, update_shards
-
-            owners = Owners()
-            for batch in batches_of(sharded, batch_limit):
-                yield update_shards(batch, owners)
-        for group in self.param_groups:
-            if not group["orthogonalize"]:
-                yield self._step_adamw(group)
-        for batch in batches_of((update for update in updates if update.layout is None), batch_limit):
-            yield orthogonalize_batch(batch)
-
-    def _step_adamw(self, group: dict[str, Any]) -> Generator[None, None, None]:
-        step_adamw(group, [p for p in group["params"] if p.grad is not None], self.state)
-        yield from ()
 
 
 def _job_precision(device: torch.device) -> str:

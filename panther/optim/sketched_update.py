@@ -55,8 +55,8 @@ class SketchedUpdate:
     """The next update of a matrix on this rank, which has all of it or a shard.
 
     The matrix is taken as a tall one (m, n): transposed, if its shorter side comes first. A sketch of its rows has the
-    shape (rank, m). The state gets moments if it is empty. Ranks with other columns have the same rows of the sketch,
-    of which one rank counts (``counts_rows``).
+    shape (rank, m). The state gets moments if it is empty. Ranks with other columns have the same rows of the sketch;
+    the rank with the first columns counts them.
     """
 
     count = 1

@@ -39,14 +39,8 @@ _ROWS = 4  # number of rows that are compared at both ends of a dataset in memor
 def agree_on_run(trainer: Any, call: str, data: Mapping[str, Any], is_built: bool) -> None:
     """Raise DistributedError on every rank unless all ranks start the same run. It costs one exchange.
 
-    Settings that concern a single rank may differ: progress, trackers, profiles, the path of ``initial_weights``,
-    ``timeout_s``, callbacks without a state, devices, and how loaders fetch (workers, pinned memory).
-
-    Args:
-        trainer: The Trainer.
-        call: The method of the Trainer that every rank calls.
-        data: The data, by the names of the method's arguments.
-        is_built: Whether the model has been compared already, and distributed.
+    Settings of a single rank may differ: progress, trackers, profiles, paths, ``timeout_s``, callbacks without a state,
+    devices, and how loaders fetch. A model that is built already has been compared.
     """
 
     def describe() -> dict[str, str]:
@@ -78,8 +72,7 @@ def agree_on_run(trainer: Any, call: str, data: Mapping[str, Any], is_built: boo
 def agree_on_progress(trainer: Any, stages: int, moment: str) -> None:
     """Raise DistributedError on every rank unless all have the same optimizer and are at the same step.
 
-    A function that makes an optimizer is called on each rank, and callbacks may change settings of the optimizer. The
-    ``stages`` of a pipeline have optimizers of different parameters, and maybe of different groups.
+    The stages of a pipeline have optimizers of different parameters, and maybe of different groups.
     """
 
     def describe() -> dict[str, str]:
@@ -103,16 +96,9 @@ def agree_on_progress(trainer: Any, stages: int, moment: str) -> None:
 
 
 def compare_samples(name: str, data: Any, is_shared: bool) -> None:
-    """Compare samples at both ends of data in memory: raise if ranks must have the same samples, or else warn.
+    """Compare samples at both ends of data in memory: raise if ranks share layers or stages, or else warn.
 
-    Args:
-        name: The purpose of the data.
-        data: The data. Only TensorDatasets and lists are compared, because other datasets may draw random numbers, read
-            files or count when a sample is fetched.
-        is_shared: Whether some ranks share layers or stages. Together they compute one loss, of the same samples.
-
-    Raises:
-        DistributedError: On every rank, if the samples differ and some must be the same.
+    Only TensorDatasets and lists are compared, because other datasets may draw random numbers, read files or count.
     """
     if get_world_size() == 1:
         return
@@ -136,12 +122,7 @@ def compare_samples(name: str, data: Any, is_shared: bool) -> None:
 
 
 def agree_on_order(epoch: int, plan: list[list[list[list[int]]]]) -> None:
-    """Raise DistributedError on every rank unless a sampler returned the same order on all ranks.
-
-    Args:
-        epoch: Number of the epoch.
-        plan: The indices of all ranks: windows of batches; a batch has a list of indices for each rank.
-    """
+    """Raise DistributedError on every rank unless a sampler returned the same order of an epoch on all ranks."""
 
     def describe() -> dict[str, str]:
         batches = [indices for window in plan for batch in window for indices in batch]

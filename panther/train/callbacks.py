@@ -44,8 +44,7 @@ _CLOSE = 0.8  # difflib's similarity of 'on_stpe' and 'on_step' is 0.86, and of 
 def check_callback(callback: Callback) -> None:
     """Raise ConfigError if a Trainer would never call a method, would call it with wrong arguments, or lose a state.
 
-    Every method whose name begins with ``on_``, or is similar to the name of a hook, is meant as a hook. Attributes of
-    the object are not checked, so a callback may store functions under such names.
+    Every method whose name begins with ``on_``, or is similar to the name of a hook, is meant as a hook.
     """
     kind = type(callback).__name__
     for name in dir(type(callback)):

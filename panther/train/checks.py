@@ -1,12 +1,11 @@
 """Checks of the arguments of a Trainer, before training starts."""
 
-__all__ = ["check_arguments", "check_batches", "check_model", "check_scheduler", "knows_settings"]
+__all__ = ["check_arguments", "check_model", "check_scheduler", "knows_settings"]
 
 import dataclasses
 import functools
 import inspect
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from panther._hints import name_hint
 from panther.errors import ConfigError
 from panther.train.callbacks import Callback, check_callback
 from panther.train.config import TrainConfig
-from panther.train.loading.feed import Feed
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -85,19 +83,6 @@ def check_scheduler(scheduler: Any, config: TrainConfig) -> None:
     if scheduler is not None and not callable(scheduler):
         kind = _kind(scheduler)
         raise ConfigError(f"scheduler must be a function, such as lambda optimizer: {kind}(optimizer, ...)")
-
-
-def check_batches(modules: Iterable[nn.Module], feed: Feed) -> None:
-    """Warn before the first step if BatchNorm would get a batch of one sample, which torch refuses to train on."""
-    layers = [layer for part in modules for layer in part.modules()]
-    norms = [layer for layer in layers if isinstance(layer, nn.BatchNorm1d) and layer.training]
-    if norms and feed.has_single_samples():
-        warnings.warn(
-            "a last batch has one sample on some process, on which BatchNorm1d cannot be trained if its input is "
-            "(samples, channels): use DataLoader(..., drop_last=True), or another batch_size",
-            UserWarning,
-            stacklevel=4,
-        )
 
 
 def _kind(value: Any) -> str:

@@ -151,18 +151,8 @@ class TrainConfig(ParallelismSettings):
     ``panther.train.progress`` at level INFO: a program that has set up logging gets them through its own handlers, and
     otherwise they go to standard error."""
 
-    price_per_device_hour: float | None = None
-    """Price of a device, or of a process on CPUs, for an hour, in any currency. With it, records have the price of the
-    run so far, beside its device-hours."""
-
     profile: bool = False
     """Whether the first steps are profiled into ``checkpoint_dir/profile``."""
-
-    utilization: bool = False
-    """Whether training records have the share of the time since the last one in which the devices computed, as
-    :class:`panther.distributed.DeviceUtilization` measures it: ``utilization`` is the mean over the ranks, and with
-    several ``utilization_rank_0`` and so on are each rank's own. It costs a message of 8 bytes a rank and record; on
-    GPUs it needs the extra ``gpu``."""
 
     initial_weights: str | None = None
     """Folder of the values of a model on the meta device, or that a function builds, as for
@@ -221,11 +211,7 @@ class TrainConfig(ParallelismSettings):
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the table in a TOML or JSON file.
-
-    Raises:
-        ConfigError: If the file cannot be read or does not hold a table.
-    """
+    """Return the table in a TOML or JSON file."""
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{path} must end in .toml or .json")

@@ -48,11 +48,7 @@ def gather_over_ranks(values: Sequence[int]) -> list[list[int]]:
 
 
 class StepExchange:
-    """Sum nine numbers of every step over the ranks, by a message during the backward pass.
-
-    The numbers are how many ranks received a signal, the sum of the numbers of these signals, whether a loss is not
-    finite, the weighted losses, the number of samples and their weight, whether some weight is not the number of
-    samples, how many ranks are to stop, and how many ranks have frozen or unfrozen parameters.
+    """Sum the numbers of every step over the ranks, by a message during the backward pass.
 
     Nothing waits for a GPU before the backward pass, because the loss is read after this pass. It is not read a step
     later, because the parameters of a step that is to be stopped or skipped must not change. Reading it later would
@@ -61,16 +57,11 @@ class StepExchange:
     """
 
     def __init__(self) -> None:
-        self.received: list[int] = []
-        """Signals that this process received."""
-        self.stop_signal = 0
-        """The signal that some rank had received by the last step; 0 for none."""
-        self.stops = False
-        """Whether some rank had been asked to stop when the last step began."""
-        self.weight = 0.0
-        """The sum of the weights of all samples of the last step."""
-        self.gradient_factor = 1.0
-        """Factor for the gradients of the last step: the number of its samples divided by their weight."""
+        self.received: list[int] = []  # signals that this process received
+        self.stop_signal = 0  # the signal that some rank had received by the last step; 0 for none
+        self.stops = False  # whether some rank had been asked to stop when the last step began
+        self.weight = 0.0  # the sum of the weights of all samples of the last step
+        self.gradient_factor = 1.0  # of the gradients of the last step: its samples divided by their weight
         self._device = None if get_world_size() == 1 else get_distributed_info().device
         self._own_loss: float | Tensor = 0.0
         self._sent: list[float] | Tensor = []
@@ -86,11 +77,7 @@ class StepExchange:
         weight: float | None = None,
         stops: bool = False,
     ) -> None:
-        """Send the numbers of this rank. The loss and its samples do not count if the rank does not report its loss.
-
-        ``changed`` are names of parameters that this rank has frozen or unfrozen since the last step, and ``weight`` is
-        the sum of the weights; None if every sample weighs 1.
-        """
+        """Send the numbers of this rank; its loss and samples do not count if it does not report its loss."""
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss = loss_sum
@@ -166,8 +153,8 @@ class StepExchange:
 def join_process_group(timeout_s: float | None) -> None:
     """Join the process group of the launcher that started this process, if a launcher has, until the process ends.
 
-    A group that exists gets the timeout, unless it is None. The process does not leave the group when training ends,
-    because evaluating, exporting or training a distributed model further needs it.
+    The process does not leave the group when training ends, because evaluating or exporting a distributed model needs
+    it.
     """
     if in_process_group():
         if timeout_s is not None:
@@ -187,8 +174,7 @@ def _leave_process_group() -> None:
 def catch_signals(grace_period_s: float | None = None) -> Iterator[StepExchange]:
     """Yield an exchange that is notified of signals; a second SIGINT raises KeyboardInterrupt at once.
 
-    SIGHUP and SIGUSR1 are not caught if the process already has a handler for them or ignores them. After a second
-    signal the process has the grace period to end.
+    SIGHUP and SIGUSR1 are not caught if the process already has a handler for them or ignores them.
     """
     exchange = StepExchange()
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only

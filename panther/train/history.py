@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from panther.distributed import DeviceUtilization, get_rank, get_world_size
+from panther.distributed import get_world_size
 from panther.errors import require_extra
 from panther.files import write_text
-from panther.train.coordination import sum_over_ranks
 
 try:
     import resource
@@ -31,11 +30,10 @@ class History:
 
     ``epoch`` counts completed epochs; the end of a stream is not known before the step after it. ``elapsed_s`` is the
     time spent in ``fit``, including the time of the run that this run resumed. ``device_hours`` is the same time
-    multiplied by the number of processes, and ``price`` is their price with ``TrainConfig(price_per_device_hour=...)``.
+    multiplied by the number of processes.
     Training records have ``loss`` (the mean over the samples of all ranks since the last record), ``learning_rate``,
     ``gradient_norm``, ``samples_per_s``, ``memory_bytes`` (this process's peak memory; None on Windows without a GPU)
-    and ``skipped``; with ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``.
-    Validation records have ``validation_loss`` and ``validation_<metric>``.
+    and ``skipped``. Validation records have ``validation_loss`` and ``validation_<metric>``.
 
     Args:
         records: The first records.
@@ -111,11 +109,6 @@ class History:
         return max((row["device_hours"] for row in self._records if "device_hours" in row), default=0.0)
 
     @property
-    def price(self) -> float | None:
-        """Price of the run up to the last record; None without ``price_per_device_hour`` in the configuration."""
-        return max((row["price"] for row in self._records if "price" in row), default=None)
-
-    @property
     def best_accuracy(self) -> float:
         """The highest ``validation_accuracy``.
 
@@ -182,20 +175,15 @@ def peak_memory() -> int | None:
 
 
 class Meter:
-    """Measure a run: losses, samples and time since the last record, and the time and price since its start.
+    """Measure a run: losses, samples and time since the last record, and the time since its start.
 
-    Attributes:
-        sums: The sum of the weighted losses since the last record, and the sum of their weights.
-        elapsed_s: Seconds in ``fit``, including earlier calls and the run that this run resumes.
-        device_seconds: The same seconds, each multiplied by the number of processes at that time.
-        counted_until: Time of ``time.perf_counter`` up to which the seconds are counted.
-        utilization: Measures the share of the time in which the device of this rank computes; None measures nothing.
+    The seconds include earlier calls of ``fit`` and the run that this run resumes, and device-seconds are multiplied by
+    the number of processes at that time.
     """
 
     def __init__(self) -> None:
         self.sums = [0.0, 0.0]
         self.elapsed_s = self.device_seconds = 0.0
-        self.utilization: DeviceUtilization | None = None
         self.start()
 
     def start(self) -> None:
@@ -226,17 +214,6 @@ class Meter:
         """Return the number of samples per second since the last record."""
         return self._samples / max(time.perf_counter() - self._clock, 1e-9)
 
-    def utilizations(self) -> dict[str, float]:
-        """Return the share of the time since the last record in which each rank's device computed, and the mean."""
-        if self.utilization is None:
-            return {}
-        world = get_world_size()
-        shares = [0.0] * world
-        shares[get_rank()] = self.utilization.restart()
-        shares = sum_over_ranks(shares)
-        by_rank = {f"utilization_rank_{rank}": share for rank, share in enumerate(shares)} if world > 1 else {}
-        return {"utilization": sum(shares) / world, **by_rank}
-
     def count_time(self) -> None:
         """Add the time since the last call to the time of the run."""
         now = time.perf_counter()
@@ -244,9 +221,7 @@ class Meter:
         self.elapsed_s += seconds
         self.device_seconds += seconds * get_world_size()
 
-    def cost(self, price_per_device_hour: float | None) -> dict[str, float]:
-        """Return the time of the run up to now, its device-hours and, with a price for an hour, their price."""
+    def cost(self) -> dict[str, float]:
+        """Return the time of the run up to now, and its device-hours."""
         self.count_time()
-        hours = self.device_seconds / 3600
-        price = {} if price_per_device_hour is None else {"price": hours * price_per_device_hour}
-        return {"elapsed_s": self.elapsed_s, "device_hours": hours, **price}
+        return {"elapsed_s": self.elapsed_s, "device_hours": self.device_seconds / 3600}

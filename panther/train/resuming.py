@@ -7,7 +7,7 @@ import secrets
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,7 @@ _LOCK = ".lock"
 def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) -> None:
     """Load the checkpoint from which a run continues, if it does. Every rank must call it.
 
-    Args:
-        directory: The directory of the run's checkpoints, or None.
-        resume: The setting of the configuration: ``"auto"``, ``"never"`` or the path of a checkpoint.
-        load: Loads a checkpoint, and returns the step after which it was saved.
-
-    Raises:
-        ConfigError: On every rank, if the directory has checkpoints that the run must not continue from.
-        CheckpointError: On every rank, if every checkpoint is damaged.
+    ``load`` loads a checkpoint, and returns the step after which it was saved.
     """
     paths = [] if directory is None else run_on_first_rank(lambda: checkpoint.checkpoints(directory), None)
     if resume == "never":
@@ -68,18 +61,7 @@ def resume_run(directory: str | None, resume: str, load: Callable[[Path], int]) 
 def read_progress(
     path: Path, extra: Any, scheduler: RateScheduler | None, callback_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the values that ``Trainer._save`` stored in a checkpoint.
-
-    Args:
-        path: The checkpoint, for errors.
-        extra: The values ``extra`` of the checkpoint.
-        scheduler: The scheduler of the run.
-        callback_names: Classes of the run's callbacks with a state.
-
-    Raises:
-        CheckpointError: If the checkpoint was not written by a Trainer, or with another scheduler or other callbacks.
-        FormatError: If values are missing or have a wrong type.
-    """
+    """Return the values that ``Trainer._save`` stored in a checkpoint."""
     if not isinstance(extra, Mapping) or "_windows_done" not in extra:
         raise CheckpointError(
             f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
@@ -113,18 +95,10 @@ def read_progress(
 
 @contextmanager
 def locked_directory(directory: Path) -> Iterator[None]:
-    """Create a directory if it is missing, and hold a lock on it; remove the directory if it is still empty at the end.
-
-    Raises:
-        TrainingError: On every rank, if another run holds the lock.
-        CheckpointError: On every rank, if the directory cannot be written to, or is not the same directory on all
-            ranks.
-    """
-    created: list[Path] = []
+    """Create a directory if it is missing, and hold a lock on it that other runs, on every rank, find."""
     with ExitStack() as lock_files:
 
         def lock() -> None:
-            new_folders = [path for path in (directory, *directory.parents) if not path.exists()]
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 file = lock_files.enter_context(open(directory / _LOCK, "a+", encoding="utf-8"))
@@ -142,20 +116,10 @@ def locked_directory(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            created.extend(new_folders)
 
         run_on_first_rank(lock, None)
-        try:
-            _check_shared(directory)
-            yield
-        finally:
-            # Remove only folders that this run created, while it holds the lock: a folder of another run stays, even if
-            # empty.
-            with suppress(OSError):  # rmdir refuses a folder that is not empty
-                if created and os.listdir(directory) == [_LOCK]:
-                    (directory / _LOCK).unlink()
-                    for path in created:
-                        path.rmdir()
+        _check_shared(directory)
+        yield
 
 
 def _check_shared(directory: Path) -> None:

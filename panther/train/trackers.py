@@ -70,12 +70,7 @@ class _StepProfiler(BuiltInCallback):
 
 
 class ProgressLines(BuiltInCallback):
-    """Log a line for each record: the step, the losses and metrics, the samples per second and the remaining time.
-
-    Args:
-        prefix: A text at the start of each line.
-        every_s: Seconds between two lines. Records in between have no line.
-    """
+    """Log a line for each record, at most one in ``every_s`` seconds, with losses, speed and remaining time."""
 
     def __init__(self, prefix: str = "", every_s: float = 0.0) -> None:
         self._prefix, self._every_s, self._logged_at = prefix, every_s, -math.inf
@@ -110,13 +105,11 @@ class ProgressLines(BuiltInCallback):
         return (time.perf_counter() - begin) / (step - first) * (total - step)
 
     def close(self, status: str) -> None:
-        """Log the time and the price of a finished run."""
+        """Log the time of a finished run."""
         if status == "FINISHED" and "device_hours" in self._last:
-            price = "" if self._last.get("price") is None else f", which cost {self._last['price']:,.2f}"
             elapsed = datetime.timedelta(seconds=round(self._last["elapsed_s"]))
-            _progress_log.info(
-                "%sfinished after %s: %.3g device-hours%s", self._prefix, elapsed, self._last["device_hours"], price
-            )
+            hours = self._last["device_hours"]
+            _progress_log.info("%sfinished after %s: %.3g device-hours", self._prefix, elapsed, hours)
 
 
 def _is_validation(name: str, value: Any) -> bool:

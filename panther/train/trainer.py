@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from panther._logs import logs_shown
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
-from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
+from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm, scale_gradients
@@ -34,7 +34,7 @@ from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.train.agreement import agree_on_progress, agree_on_run, compare_samples
 from panther.train.callbacks import Callback
-from panther.train.checks import check_arguments, check_batches, check_model, check_scheduler, knows_settings
+from panther.train.checks import check_arguments, check_model, check_scheduler, knows_settings
 from panther.train.config import TrainConfig
 from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines.engine import Engine
@@ -42,7 +42,7 @@ from panther.train.history import History, Meter, peak_memory
 from panther.train.loading.feed import Batch, Feed
 from panther.train.loading.loader_workers import workers_needed
 from panther.train.optimization.loss_weights import LossWeights
-from panther.train.optimization.optimizer import Optimizer, is_extended_by_default, step_error
+from panther.train.optimization.optimizer import Optimizer, is_extended_by_default
 from panther.train.optimization.parameter_groups import ParameterGroups, saved_settings_stay
 from panther.train.optimization.trainable import (
     MAX_SAMPLES,
@@ -151,7 +151,6 @@ class Trainer:
         self._loss_parameters: LossParameters = None  # type: ignore[assignment]
         self._built_in: list[BuiltInCallback] = []
         self._meter = Meter()
-        self._has_stepped = False  # in this process
         self._is_resumed = False  # whether a checkpoint was loaded and the callbacks have not started since then
         self._pending: Any = None  # the checkpoint that is being written
         self._validated_at = -1
@@ -205,15 +204,11 @@ class Trainer:
             feed = self._feed(train)
             resume_run(self.config.checkpoint_dir, self.config.resume, lambda path: self._load(path, feed))
             agree_on_progress(self, self._engine.stages, "the start")
-            check_batches(self._engine.modules(), feed)
             if self._groups.scheduler is not None:
                 metrics = ("loss", *self.metrics) if validation is not None else ()
                 self._groups.scheduler.check_metric([f"validation_{name}" for name in metrics])
             validation_feed = None if validation is None else self._feed(validation, False)
             self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step, self.history))
-            if self.config.utilization:
-                utilization = DeviceUtilization(self._engine.device)
-                self._meter.utilization = run_on_all_ranks(lambda: stack.enter_context(utilization), None)
             self._train(feed, validation_feed, exchange)
         return self.history
 
@@ -317,16 +312,7 @@ class Trainer:
     def _notify(self, method: str, *arguments: Any) -> None:
         """Call a method of all callbacks, first of the built-in callbacks."""
         for callback in (*self._built_in, *self.callbacks):
-            try:
-                getattr(callback, method)(self, *arguments)
-            except AssertionError as error:
-                if "deepcopy" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"{error} ({type(callback).__name__}.{method} copied a sharded model, as AveragedModel does: keep "
-                    "detached clones of the parameters of trainer.model, or of its stages, average these, and return "
-                    "them in state_dict by name; or use strategy='ddp')"
-                ) from error
+            getattr(callback, method)(self, *arguments)
 
     def _train(self, feed: Feed, validation: Feed | None, exchange: StepExchange) -> None:
         config = self.config
@@ -486,13 +472,7 @@ class Trainer:
         """Take the optimizer's step, and return whether the scaler skips it, because gradients are infinite."""
         scaler = self._engine.scaler
         has_overflowed = scaler.is_enabled() and any(x.item() for x in first_infinities(scaler, self.optimizer))
-        try:
-            scaler.step(self.optimizer)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            if self._has_stepped or (refused := step_error(self.optimizer, error)) is None:
-                raise
-            raise refused from error
-        self._has_stepped = True
+        scaler.step(self.optimizer)
         self._groups.end_step()
         scaler.update()
         return has_overflowed
@@ -526,7 +506,7 @@ class Trainer:
         """Add a record to the history."""
         # The last step of an epoch is recorded before the end of the epoch, which it completes.
         completed = self.epoch + (self._windows_done != 0 and self._windows_done == self._windows_per_epoch)
-        cost = self._meter.cost(self.config.price_per_device_hour)
+        cost = self._meter.cost()
         record = {"step": self.step, "epoch": completed, **quantities, **cost}
         self.history.append(record)
         self._groups.quantities |= quantities
@@ -540,7 +520,6 @@ class Trainer:
             "learning_rate": float(self.optimizer.param_groups[0]["lr"] if rate is None else rate),
             **more,
             "samples_per_s": self._meter.samples_per_s(),
-            **self._meter.utilizations(),
             "memory_bytes": peak_memory(),
             "skipped": self.skipped,
         }

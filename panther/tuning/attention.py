@@ -17,7 +17,6 @@ from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
 from panther.nn.attention.record import sizes_of
-from panther.tuning.guards import recording_calls
 
 EXACT = "exact"  # value of kernel_fn that keeps the softmax
 
@@ -54,10 +53,10 @@ def calibrated(runner: Runner, new: Replacement, names: Mapping[nn.Module, str])
         return new
     called: set[nn.Module] = set()
     with ExitStack() as stack, torch.no_grad():
-        for layer in new.values():
+        for old, layer in new.items():
             _calibrate_on_call(stack, layer)
+            stack.callback(layer.register_forward_pre_hook(lambda *_, old=old: called.add(old)).remove)
         stack.enter_context(replace_modules(runner.model, new))
-        stack.enter_context(recording_calls(new, called))
         try:
             runner.output(runner.batches[0])
         except Exception as error:

@@ -31,11 +31,6 @@ class TuneConfig:
     """The arguments of :func:`panther.tune` except for the model, checked; the function documents them.
 
     The function has its signature from here, by :func:`panther._settings.takes_settings`.
-
-    Raises:
-        TypeError: If an argument has a wrong type.
-        ConfigError: If an argument is not understood, or two arguments contradict each other.
-        MissingExtraError: If Optuna is not installed.
     """
 
     evaluate: Callable[[nn.Module], Any]

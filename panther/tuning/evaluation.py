@@ -7,7 +7,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from panther._random_state import preserved_generators, seed_generators
+from panther.compression.calibration.descriptions import hash_of
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import replace_modules
 from panther.compression.forms import Replacement
@@ -24,7 +25,6 @@ from panther.compression.selection.trials import model_speed
 from panther.errors import TuningError
 from panther.tuning.compressed_models import CompressedModels
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.guards import fingerprint
 from panther.tuning.plan import Plan, TrialError
 
 # Relative difference of two equal evaluations, because sums in a different order round differently.
@@ -227,16 +227,37 @@ class Evaluator:
         subject.check_unchanged(name)
 
 
+def _fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Return the values that a user's function must not change, by name.
+
+    They are the modules, forwards that are set on modules, hooks, hashes of tensors, and which parameters are trained.
+    """
+    entries: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        attributes, label = vars(module), f"module {name!r}" if name else "the model"
+        entries[label] = id(module)
+        if not isinstance(module, torch.jit.ScriptModule):  # It sets its forward in the first call.
+            entries[f"forward of {label}"] = id(attributes.get("forward"))
+        # In torch the names of all tables of hooks end so. The keys are unique in a process.
+        entries[f"hooks of {label}"] = [
+            (key, *table) for key, table in attributes.items() if key.endswith("_hooks") and isinstance(table, Mapping)
+        ]
+    for name, parameter in model.named_parameters():
+        entries[f"parameter {name!r}"] = hash_of(parameter)
+        entries[f"requires_grad of parameter {name!r}"] = parameter.requires_grad
+    return entries | {f"buffer {name!r}": hash_of(buffer) for name, buffer in model.named_buffers()}
+
+
 class _Subject:
     """A model that the user's functions get, what messages call it, and what they must not change."""
 
     def __init__(self, model: nn.Module, label: str) -> None:
         self.model, self.label = model, label
-        self._fingerprint = fingerprint(model)
+        self._fingerprint = _fingerprint(model)
 
     def check_unchanged(self, function: str) -> None:
         """Raise TuningError if a user's function has changed the model."""
-        earlier, now = self._fingerprint, fingerprint(self.model)
+        earlier, now = self._fingerprint, _fingerprint(self.model)
         if changed_names := [name for name in {**now, **earlier} if earlier.get(name) != now.get(name)]:
             raise TuningError(
                 f"{function} changed {changed_names[0]} of {self.label}, and must not change the model: train or "

@@ -47,13 +47,8 @@ class Figures:
 class Constraint:
     """A bound on a figure, as ``">= 0.91"``, ``">= 99 %"``, ``"size <= 10 MB"`` or a function of the metric.
 
-    Attributes:
-        text: The constraint as the user wrote it.
-        figure: ``"metric"``, ``"size"`` or ``"latency"``.
-        sign: 1 for a lower bound, -1 for an upper bound.
-        bound: The bound, in bytes, seconds or units of the metric, or as a share of the unchanged model's figure.
-        relative: Whether the bound is a share.
-        function: Returns whether a metric is good enough, instead of a bound.
+    The sign is 1 for a lower bound, and the bound is in bytes, seconds or units of the metric, or with ``relative`` a
+    share of the unchanged model's figure.
     """
 
     text: str
@@ -64,11 +59,7 @@ class Constraint:
     function: Callable[[float], Any] | None = None
 
     def violation(self, figures: Figures, unchanged: Figures) -> float:
-        """Return the violation as a share of the bound; it is at most 0 if the constraint is satisfied.
-
-        Raises:
-            TuningError: If a function raises.
-        """
+        """Return the violation as a share of the bound; it is at most 0 if the constraint is satisfied."""
         if self.function is not None:
             try:
                 return -1.0 if self.function(figures.metric) else 1.0
@@ -87,11 +78,7 @@ class Constraint:
 class Goal:
     """The objective and the constraints of a search.
 
-    Attributes:
-        objective: ``"size"``, ``"latency"``, ``"metric"``, or a function of the model, which is minimised.
-        constraints: The constraints. Without a constraint of the metric, the search is for the Pareto front of metric
-            and objective.
-        higher_is_better: Whether a larger metric is better.
+    Without a constraint of the metric, the search is for the Pareto front of metric and objective.
     """
 
     objective: str | Callable[[nn.Module], float]
@@ -183,11 +170,7 @@ class Goal:
 
 
 def make_goal(objective: Any, constraint: Any, direction: str | None) -> Goal:
-    """Return the goal of ``pr.tune``'s arguments.
-
-    Raises:
-        ConfigError: If an argument is not understood, or two arguments contradict each other.
-    """
+    """Return the goal of ``pr.tune``'s arguments."""
     if not (objective in ("size", "latency", "metric") or callable(objective)):
         raise ConfigError(
             f"objective={objective!r} is unknown: use 'size', 'latency', 'metric' or a function of a model"

@@ -299,12 +299,7 @@ def plain(value: Any) -> Any:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise unless matplotlib is installed and can write files with this suffix.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-        ConfigError: If it cannot write such files.
-    """
+    """Raise unless matplotlib is installed and can write files with this suffix."""
     kinds = sorted(require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes())
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in kinds:

@@ -68,7 +68,7 @@ class OpenStudy:
 def open_study(config: TuneConfig, description: Mapping[str, str]) -> Iterator[OpenStudy]:
     """Create or resume the study of a storage. No other search can open a file meanwhile.
 
-    ``description`` is what must not change when the search is resumed, by name.
+    A resumed search must have the same ``description``.
     """
     optuna: Any = require_extra("optuna", "tune")
     from optuna.storages.journal import JournalFileBackend, JournalStorage
@@ -187,11 +187,7 @@ def uses_constraints(sampler: Any) -> bool:
 
 
 def make_pruner(optuna: Any, pruner: Any) -> Any:
-    """Return the pruner with a name, or ``pruner`` if it is one of Optuna's.
-
-    Raises:
-        ConfigError: If it is neither.
-    """
+    """Return the pruner with a name, or the given one of Optuna."""
     if isinstance(pruner, optuna.pruners.BasePruner):
         return pruner
     if pruner == "median":

@@ -63,7 +63,6 @@ VALUES = {
     "run_name": ("mine", ["", 1]),
     "progress": (False, ["no"]),
     "profile": (True, [1]),
-    "utilization": (True, [1]),
     "find_unused_parameters": (True, [1]),
     "scaler_init_scale": (1024.0, [0, "1024"]),
     "scaler_growth_interval": (100, [0, 1.5]),
@@ -74,7 +73,6 @@ VALUES = {
     "comm_hook": ("fp16", ["int8"]),
     "timeout_s": (60.0, [0]),
     "grace_period_s": (5.0, [0]),
-    "price_per_device_hour": (2.5, [0, -1.0, "2.5", float("nan")]),
 }
 
 
@@ -230,7 +228,7 @@ NAMES_OF_GUIDES = {
     "ntasks_per_node": "panther launch --nproc-per-node", "address": "--rdzv-endpoint", "script": "to panther launch",
     "job_name": "'run_name'", "logdir": "'checkpoint_dir'", "name": "'run_name'", "config": "write its settings here",
     "T_max": "schedule='cosine'", "start_factor": "warmup_steps", "total_iters": "warmup_steps",
-    "gpu_utilization": "'utilization'",
+    "gpu_utilization": "panther.distributed.DeviceUtilization",
     "warmup": "warmup_steps",
     "milestones": "scheduler=lambda optimizer", "schedulers": "scheduler=lambda optimizer",
     "loss": "to Trainer as loss_fn",

@@ -265,15 +265,6 @@ def refusals():
         ),
         ("ddp", without_rate, {}, "a group of SGD has no 'lr'"),
         ("ddp", lambda model: torch.optim.SGD(build().parameters(), lr=0.1), {}, "parameters that are not the model's"),
-        ("fsdp", lambda model: torch.optim.Muon, {}, r"Muon only supports 2D .*no optimizer was made: Muon raised"),
-        ("ddp", lambda model: torch.optim.SparseAdam, {}, "does not support dense .*SparseAdam took no step: use"),
-        ("fsdp", lambda model: torch.optim.Rprop, {}, r"Rprop took no step: its operations do not take sharded"),
-        (
-            "fsdp",
-            lambda model: torch.optim.Adafactor,
-            {},
-            r"Adafactor took no step: its operations do not take sharded",
-        ),
     ]
 
 
@@ -334,21 +325,6 @@ def test_a_rate_that_a_callback_sets_is_not_overwritten_in_silence():
     with pytest.raises(ConfigError, match=r"group 0 was set to 0.05 after step 2, and schedule='constant' sets it in"):
         train(build(), functools.partial(torch.optim.SGD, lr=0.1), {}, [At(halve, 2)])
     assert train(build(), functools.partial(torch.optim.SGD, lr=0.1), {"schedule": "callback"}, [At(halve, 2)]).step
-
-
-def test_a_sharded_model_that_a_callback_copies_is_told_how_to_average():
-    def averaged(trainer):
-        torch.optim.swa_utils.AveragedModel(trainer.model)
-
-    def run():
-        with pytest.raises(ConfigError) as caught:
-            train(build(), None, {"strategy": "fsdp"}, [At(averaged, 1)])
-        train(build(), None, {"strategy": "ddp"}, [At(averaged, 1)])
-        return str(caught.value)
-
-    message = on_ranks(run, 2)[0]
-    assert message.startswith("FSDP does not support deepcopy")
-    assert "At.on_step copied a sharded model" in message
 
 
 class Embedded(nn.Module):

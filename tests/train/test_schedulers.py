@@ -11,12 +11,12 @@ import signal
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks, weights_of
+from ranks import on_ranks
 from torch import nn
 from torch.optim import lr_scheduler as L
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import IterableDataset, TensorDataset
-from whole_batches import STRATEGIES, At, assert_equal, build, module_named, plain, samples, train, weights
+from whole_batches import STRATEGIES, assert_equal, build, plain, train, weights
 
 from panther.errors import CheckpointError, ConfigError
 from panther.train import Callback, TrainConfig, Trainer
@@ -224,66 +224,7 @@ def unfreeze(trainer, **settings):
     trainer.optimizer.add_param_group({"params": [trainer.model.extra.requires_grad_(True)], **settings})
 
 
-class Extended(nn.Linear):
-    """A layer with a frozen parameter."""
-
-    def __init__(self):
-        super().__init__(4, 3)
-        self.extra = nn.Parameter(torch.zeros(3), requires_grad=False)
-
-    def forward(self, x):
-        return super().forward(x) + self.extra
-
-
-def extended_run(make, folder, steps, changes=(), interval="step"):
-    """The rows of a run on ``Extended``; the optimizer does not have its frozen parameter."""
-    torch.manual_seed(0)
-    model, callback = Extended(), Notes(changes)
-    optimizer = torch.optim.SGD([{"params": [p]} for p in (model.weight, model.bias)], lr=0.1, momentum=0.9)
-    settings = {"max_steps": steps, "batch_size": 4, "scheduler_interval": interval, "checkpoint_dir": str(folder)}
-    config = TrainConfig(**settings, progress=False)
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), config, [callback], scheduler=make)
-    trainer.fit(data(), data(5))
-    return callback.rows, trainer
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("name", [*SCHEDULERS, *PLATEAUS])
-def test_a_group_that_is_added_later_follows_the_first_one(name, interval, tmp_path):
-    make = (SCHEDULERS | PLATEAUS)[name]
-    changes = {2: functools.partial(unfreeze, lr=0.02, momentum=0.5)}
-    alone, _ = extended_run(make, tmp_path / "alone", STEPS, interval=interval)
-    whole, trainer = extended_run(make, tmp_path / "whole", STEPS, changes, interval)
-    peak = trainer.optimizer.param_groups[0].get("max_lr", 0.01 if name == "CyclicLR" else 0.1)
-    moves_momentum = name in ("OneCycleLR", "CyclicLR")
-    assert [row[:4] for row in whole] == alone
-    for step, row in enumerate(whole, 1):
-        assert len(row) == 4 + 2 * (step > 2)
-        if step > 2:
-            assert math.isclose(row[4], 0.02 * row[0] / peak, rel_tol=1e-12, abs_tol=1e-15)
-            assert row[5] == (row[1] if moves_momentum and (interval == "step" or step > 4) else row[5])
-            assert moves_momentum or row[5] == 0.5
-    assert math.isclose(rates(trainer)[2], 0.02 * rates(trainer)[0] / peak, rel_tol=1e-12, abs_tol=1e-15)
-    # The callback does not add the group again: it is in the checkpoint.
-    for stop in (3, 6):
-        first, _ = extended_run(make, tmp_path / str(stop), stop, changes, interval)
-        rest, resumed = extended_run(make, tmp_path / str(stop), STEPS, interval=interval)
-        if name not in PLATEAUS:  # the last validation of the first run adds a value
-            assert first + rest == whole
-            assert rates(resumed) == rates(trainer)
-        assert len(rest[0]) == 6
-
-
-def test_a_group_without_a_rate_does_not_lead_the_groups_that_are_added(tmp_path):
-    def make(optimizer):
-        optimizer.param_groups[0]["lr"] = 0.0
-        return L.ExponentialLR(optimizer, 0.5)
-
-    _, trainer = extended_run(make, tmp_path, 4, {2: functools.partial(unfreeze, lr=0.02)})
-    assert rates(trainer) == [0.0, 0.1 / 16, 0.02 / 16]
-
-
-def test_parameters_that_join_by_default_are_scheduled_as_well():
+def test_groups_that_join_later_are_refused():
     class Thaw(Callback):
         def on_step(self, trainer, loss):
             trainer.model[2].requires_grad_(True)
@@ -295,8 +236,8 @@ def test_parameters_that_join_by_default_are_scheduled_as_well():
     scheduler = functools.partial(L.StepLR, step_size=1, gamma=0.5)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), config, [Thaw()], scheduler=scheduler)
     x = torch.randn(8, 8, dtype=torch.float64)
-    trainer.fit(TensorDataset(x, torch.arange(8)))
-    assert rates(trainer) == [0.1 / 16, 0.1 / 16]
+    with pytest.raises(ConfigError, match="a group was added to the optimizer, and the scheduler has the groups of"):
+        trainer.fit(TensorDataset(x, torch.arange(8)))
 
 
 class Other:
@@ -544,52 +485,6 @@ def test_every_strategy_takes_the_steps_of_one_process(tmp_path):
         expected = plain(model, one, scheduler=make(one))
         assert_equal([outcome[number][0] for outcome in outcomes], expected)
         assert {outcome[number][1] for outcome in outcomes} == {one.param_groups[0]["lr"]}
-
-
-def join(trainer):
-    """A callback's change: the first layer, which was frozen, gets a group."""
-    layer = module_named(trainer, "0").requires_grad_(True)
-    trainer.optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
-
-
-def without_first_layer():
-    model = build()
-    model[0].requires_grad_(False)
-    return model, torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.1, momentum=0.9)
-
-
-def test_a_group_that_joins_on_several_ranks_is_resumed(tmp_path):
-    make, strategies = EVERYWHERE["one"], ("ddp", "zero1", "fsdp", "replicate", "tp")
-
-    def run_on_rank():
-        outcomes = []
-        for strategy in strategies:
-            for steps, callbacks in ((3, [At(join, 2)]), (5, [])):
-                model, optimizer = without_first_layer()
-                settings = STRATEGIES[strategy] | {"checkpoint_dir": str(tmp_path / strategy)}
-                trainer = train(model, optimizer, settings, callbacks, steps, scheduler=make)
-            outcomes.append(weights(trainer))
-        return outcomes
-
-    outcomes = on_ranks(run_on_rank, 2)
-    model, optimizer = without_first_layer()
-    scheduler, (x, y) = make(optimizer), samples()
-    groups = optimizer.param_groups
-    for step in range(1, 6):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if step == 2:
-            model[0].requires_grad_(True)
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-        added = groups[1:]
-        del groups[1:]
-        scheduler.step()
-        groups += added
-        for group in added:
-            group.update(lr=0.05 * groups[0]["lr"] / 0.3, momentum=groups[0]["momentum"])
-    for number in range(len(strategies)):
-        assert_equal([outcome[number] for outcome in outcomes], weights_of(model))
 
 
 class Made(Notes):

@@ -1,9 +1,7 @@
 """Records in files: read back, one run even after a restart, on the first rank only."""
 
-import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +9,6 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from panther.distributed import get_rank
-from panther.distributed.comm import bandwidth
 from panther.errors import MissingExtraError, TrainingError, install_command
 from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.trackers import _JsonLines
@@ -240,47 +236,3 @@ def test_what_is_not_installed_is_said_on_every_rank(tmp_path, monkeypatch):
     first, second = on_ranks(run, fresh=True)
     assert "mlflow" in first
     assert "mlflow" in second
-
-
-def test_records_have_the_utilization_if_asked(tmp_path):
-    history = train(tmp_path / "asked", utilization=True).history
-    steps, values = history["utilization"]
-    assert steps == [2, 4, 6, 8, 10, 12]
-    assert all(0 <= value <= 1 for value in values)
-    assert [name for name in history.names if "utilization" in name] == ["utilization"]
-    assert not [name for name in train(tmp_path / "not").history.names if "utilization" in name]
-
-
-@pytest.mark.distributed
-def test_records_have_the_utilization_of_every_rank(tmp_path, monkeypatch):
-    def run():
-        # Every look at the clocks finds a second elapsed, in which all threads computed for this share.
-        share = 0.25 * (1 + get_rank())
-        elapsed, computed = itertools.count(), itertools.count(step=share * torch.get_num_threads())
-        clocks = SimpleNamespace(perf_counter=lambda: next(elapsed), process_time=lambda: next(computed))
-        monkeypatch.setattr(bandwidth, "time", clocks)
-        return list(train(tmp_path, utilization=True, strategy="ddp", max_steps=6).history)
-
-    first, second = on_ranks(run, fresh=True)
-    assert [row["step"] for row in first if "loss" in row] == [2, 4, 6]
-    for rows in (first, second, lines(tmp_path)):
-        for row in rows:
-            if "loss" in row:
-                found = (row["utilization"], row["utilization_rank_0"], row["utilization_rank_1"])
-                assert found == pytest.approx((0.375, 0.25, 0.5), rel=1e-12)
-
-
-@pytest.mark.distributed
-def test_a_rank_that_cannot_measure_its_utilization_is_said_on_every_rank(tmp_path, monkeypatch):
-    def run():
-        def missing(self):
-            raise MissingExtraError("nvidia-ml-py is not installed")
-
-        if get_rank() == 1:
-            monkeypatch.setattr(bandwidth.DeviceUtilization, "__enter__", missing)
-        with pytest.raises(MissingExtraError) as caught:
-            train(tmp_path, utilization=True, strategy="ddp")
-        return str(caught.value)
-
-    told = "rank 1: nvidia-ml-py is not installed"
-    assert on_ranks(run, fresh=True) == [told, told]

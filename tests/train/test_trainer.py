@@ -563,21 +563,14 @@ def test_what_cannot_be_trained_is_said():
             Trainer(model, config=config, **more).fit(data)
         return str(caught.value)
 
-    assert "must be a DataLoader, a Dataset or a list of samples, not a tuple: for tensors, pass TensorDataset" in (
-        message(nn.Linear(2, 2), samples().tensors)
-    )
-    stream = "; or, to read samples as a stream, an IterableDataset, whose __iter__ begins anew in every epoch"
-    for data, fault in (
-        ((one for one in samples()), "not a generator, which ends after one pass: pass list(data), with batch_size"),
-        (
-            zip(*samples().tensors, strict=True),
-            "not a zip, which ends after one pass: pass list(data), with batch_size",
-        ),
-        ({1, 2}, "not a set, whose samples have no numbers: pass list(data), with batch_size"),
-    ):
-        assert message(nn.Linear(2, 2), data).endswith(f"a list of samples, {fault}{stream}")
-    assert message(nn.Linear(2, 2), 3).endswith("not a int: for tensors, pass TensorDataset(inputs, targets)")
-    assert message(nn.Linear(2, 2), {"x": 1}).endswith("not a dict: for tensors, pass TensorDataset(inputs, targets)")
+    for data, kind in (
+        (samples().tensors, "tuple"), ((one for one in samples()), "generator"), ({1, 2}, "set"), (3, "int"),
+        ({"x": 1}, "dict"),
+    ):  # fmt: skip
+        expected = (
+            f"a DataLoader, a Dataset or a list of samples, not a {kind}: pass TensorDataset(inputs, targets) for"
+        )
+        assert expected in message(nn.Linear(2, 2), data)
     assert "a TensorDataset needs batch_size" in message(nn.Linear(2, 2), samples())
     assert "a list needs batch_size" in message(nn.Linear(2, 2), [1])
     sized = TrainConfig(batch_size=4)
@@ -589,7 +582,9 @@ def test_what_cannot_be_trained_is_said():
     with pytest.raises(ConfigError, match="export needs the name of a folder"):
         Trainer(build()).export("")
     assert message(build(), build(), sized).startswith("the data is a module, Sequential: pass the model to Trainer")
-    assert message(build(), samples(), sized).endswith(": pass loss_fn for batches (input, target)")
+    with pytest.raises(TypeError) as caught:
+        Trainer(build(), config=sized).fit(samples())
+    assert caught.value.__notes__[0].startswith("Without loss_fn, forward takes all entries of a batch: pass")
     assert message(build(), [x for x, _ in samples()], sized).endswith(
         "the loss has shape (4, 3) and must be a scalar: without loss_fn the model's output is the loss, so pass "
         "loss_fn"
@@ -610,7 +605,7 @@ def test_what_cannot_be_trained_is_said():
         "data_parallel_size=2 must divide the number of processes (1): start a multiple of 2, or change or leave out "
         "the size"
     )
-    with pytest.raises(ConfigError, match="metric 'size' returned a str and must return one number"):
+    with pytest.raises(ConfigError, match="metric 'size' returned a str, not one number"):
         Trainer(build(), loss_fn=nn.CrossEntropyLoss(), metrics={"size": lambda output, target: "large"}).evaluate(
             DataLoader(samples(), 8)
         )

@@ -81,9 +81,8 @@ class Engine(ABC):
     def train(self, was_training: bool | None) -> list[str]:
         """Put the model into training mode by its own ``train``, and return the names of modules that are not in it.
 
-        Args:
-            was_training: Whether the whole model was in training mode. Modules that were in evaluation mode, such as a
-                frozen BatchNorm, then go back to it. None asks each part of the model.
+        Modules in evaluation mode, such as a frozen BatchNorm, go back to it if the whole model was in training mode;
+        with None each part of the model is asked.
         """
         names = []
         for part in self.modules():
@@ -196,31 +195,23 @@ class Engine(ABC):
         for name, metric in metrics.items():
             result = metric(output, target)
             try:
-                value = torch.as_tensor(result)
+                values.append(float(result))
             except (TypeError, ValueError, RuntimeError):
+                shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
                 raise ConfigError(
-                    f"metric {name!r} returned a {type(result).__name__} and must return one number: the batch's mean"
+                    f"metric {name!r} returned a {type(result).__name__}{shape}, not one number: the batch's mean"
                 ) from None
-            if value.numel() != 1:
-                raise ConfigError(
-                    f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean"
-                )
-            values.append(value.item())
         means = [value * samples for value in values]
         return torch.tensor([loss_sum, *means, weight, samples], dtype=torch.float64)
 
 
 class ShardedStep:
-    """Compare what the ranks did in a step of FSDP2, and give missing gradients to its collectives.
+    """Compare the blocks that ranks ran in a step of FSDP2, and give missing gradients to its collectives.
 
-    FSDP2 gathers the blocks that run, and reduces the gradients that exist, without comparing the ranks. If a rank
-    lacks a gradient, gloo aborts the process because of the size, NCCL waits, and gradients of two parameters of equal
-    size are added to each other in silence; so are the weights of two blocks of equal size. Therefore a missing
-    gradient is replaced by zero, and the ranks compare the blocks that they ran and the gradients that were missing
-    before the optimizer uses a gradient.
-
-    The comparison is a message of 16 bytes for each step, after the backward pass. Without a sharded unit nothing is
-    done.
+    FSDP2 does not compare the ranks. If a rank lacks a gradient, gloo aborts the process because of the size, NCCL
+    waits, and gradients of two parameters of equal size are added to each other in silence; so are the weights of two
+    blocks. Therefore a missing gradient is replaced by zero, and the ranks compare both before the optimizer uses a
+    gradient.
     """
 
     def __init__(self, parts: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -241,12 +232,7 @@ class ShardedStep:
         self._in_step = True
 
     def finish(self) -> None:
-        """Compare the ranks, after the backward pass; parameters without a gradient on all ranks have none afterwards.
-
-        Raises:
-            ConfigError: On every rank, if the ranks ran different blocks, or lack the gradients of different
-                parameters. The gradients of the step are not to be used then.
-        """
+        """Compare the ranks after the backward pass; a gradient that all ranks lack is None afterwards."""
         self._in_step = False
         if not self._has_units:
             return

@@ -2,7 +2,6 @@
 
 __all__ = ["ModelEngine"]
 
-import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,12 +39,10 @@ class ModelEngine(Engine):
                 try:
                     output = self._call(data)
                 except TypeError as error:
-                    if self._takes(data):
-                        raise
-                    raise ConfigError(
-                        f"loss_fn is None, so forward must take all entries of a batch, and does not ({error}): "
-                        "pass loss_fn for batches (input, target)"
-                    ) from error
+                    error.add_note(
+                        "Without loss_fn, forward takes all entries of a batch: pass loss_fn for (input, target)."
+                    )
+                    raise
                 return loss_of_output(output), output, data
             if not isinstance(data, tuple | list) or len(data) != 2:
                 raise ConfigError(
@@ -60,16 +57,6 @@ class ModelEngine(Engine):
         if isinstance(inputs, Mapping):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
-
-    def _takes(self, inputs: Any) -> bool:
-        """Return whether the arguments match the signature of the model's forward."""
-        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        try:
-            inspect.signature(model.forward).bind(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
-        except TypeError:
-            return False
-        return True
 
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         loss_sum: float | Tensor = 0.0

@@ -10,7 +10,7 @@ __all__ = ["Batch", "Feed", "count_samples"]
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class _SeededDataset(Dataset[Any]):
     """A dataset that returns the batch of a seed and a list of indices.
 
-    So random transforms in a worker process depend on the batch, and not on the earlier batches of the worker. In the
+    Random transforms in a worker process then depend on the batch, and not on the earlier batches of the worker. In the
     process of the run the seed is None, because the transforms use the generators of the run.
     """
 
@@ -60,24 +60,12 @@ class _SeededDataset(Dataset[Any]):
 class Feed:
     """Windows of batches for one process.
 
-    Args:
-        data: A DataLoader, whose sampler defines the order and whose other settings are kept, or a Dataset or another
-            object with a length that returns samples by number. If it is a stream (an IterableDataset, or a loader with
-            its own iteration), each process reads its own loader, and continues where ``load_state_dict`` of the loader
-            sets it.
-        batch_size: Samples per batch and process of a Dataset. A DataLoader for training must have the same or none.
-        seed: Seed of the order.
-        rank: Number of this process among the processes that split the data.
-        size: Number of processes that split the data.
-        accumulation: Number of batches per window.
-        factor: Number of batches of the data that form one batch of this process, for example if ranks share a batch.
-        even: Whether to leave out the last samples if they do not fill a batch on every process, and batches of streams
-            that do not have the same size on every process.
-        multiple: With ``even``, the divisor of the sizes of a stream's batches.
-        shuffle: Whether the order of a Dataset is random.
-
-    Raises:
-        ConfigError: If ``data`` has the wrong type, or its batch size is missing or contradictory.
+    The data is a DataLoader, whose sampler defines the order and whose other settings are kept, or a Dataset or another
+    object with a length that returns samples by number. If it is a stream (an IterableDataset, or a loader with its own
+    iteration), each process reads its own loader, and continues where ``load_state_dict`` of the loader sets it. A
+    window has ``accumulation`` batches, and ``factor`` batches of the data form one batch of this process. ``even``
+    leaves out the last samples if they do not fill a batch on every process, and batches of streams that do not have
+    the same size, a ``multiple``, on every process.
     """
 
     def __init__(
@@ -162,11 +150,6 @@ class Feed:
         """Return the number of windows of an epoch, None for a stream."""
         return None if self.is_stream else len(self._plan(0))
 
-    def has_single_samples(self) -> bool:
-        """Return whether some process has a batch of one sample in the first epoch; False for a stream."""
-        plan = [] if self.is_stream else self._plan(0)
-        return any(len(indices) < 2 for window in plan for batch in window for indices in batch)
-
     def warn_of_left_out(self, name: str) -> None:
         """Log once, on the first rank, how many samples of an epoch no process has, unless the user drops them."""
         if self.is_stream or self._has_warned or get_rank() or (self.shuffle and self.user_loader.drop_last):
@@ -196,8 +179,7 @@ class Feed:
     def windows(self, epoch: int, start: int = 0, *, is_alone: bool = False) -> Windows:
         """Yield the windows of an epoch from the ``start``-th on. Closing the generator ends the loader's workers.
 
-        Ranks exchange the sizes of their batches of streams, unless this rank ``is_alone``. The random generators are
-        unchanged until the first batch is fetched.
+        Ranks exchange the sizes of their batches of streams, unless this rank ``is_alone``.
         """
         plan = None if self.is_stream else self._plan(epoch)
         if plan is not None and not is_alone and not _follows_from_seed(self.user_loader):
@@ -280,15 +262,11 @@ def _check_samples(data: Any, batch_size: int | None, name: str) -> None:
     # The rows of a tensor and the items of a tuple (inputs, targets) would be read as samples without targets.
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple | str) or not (by_number or isinstance(data, Dataset)):
         kind = type(data).__name__
-        if isinstance(data, Iterator):
-            fault = f"not a {kind}, which ends after one pass: pass list(data), with batch_size"
-        elif isinstance(data, Iterable) and not by_number and not isinstance(data, Mapping):
-            fault = f"not a {kind}, whose samples have no numbers: pass list(data), with batch_size"
-        else:
-            fault = f"not a {kind}: for tensors, pass TensorDataset(inputs, targets)"
-        if isinstance(data, Iterable) and not by_number:
-            fault += "; or, to read samples as a stream, an IterableDataset, whose __iter__ begins anew in every epoch"
-        raise ConfigError(f"the data must be a DataLoader, a Dataset or a list of samples, {fault}")
+        raise ConfigError(
+            f"the data must be a DataLoader, a Dataset or a list of samples, not a {kind}: pass TensorDataset(inputs, "
+            "targets) for tensors, list(data) for an iterator, or an IterableDataset, whose __iter__ begins anew in "
+            "every epoch"
+        )
     if batch_size is None:
         raise ConfigError(
             f"a {type(data).__name__} needs batch_size in the configuration: set it, or pass DataLoader(data, size)"

@@ -52,11 +52,7 @@ def workers_needed() -> Iterator[None]:
 
 
 class WorkerSignals:
-    """A DataLoader's ``worker_init_fn``: the worker ignores the first signal while a Trainer runs, and ends with it.
-
-    Args:
-        user_function: The ``worker_init_fn`` of the user, or None.
-    """
+    """A DataLoader's ``worker_init_fn``: the worker ignores the first signal while a Trainer runs, and ends with it."""
 
     def __init__(self, user_function: Any) -> None:
         self.user_function = user_function
@@ -113,11 +109,8 @@ def _signals_blocked(loader: Any) -> Iterator[None]:
 def loaded_batches(loader: Any) -> Iterator[Iterator[Any]]:
     """Yield an iterator over a loader, and end the loader's workers at once if the block raises.
 
-    The traceback of the exception refers to the iterator, so its workers would live as long as the traceback. Making
-    the iterator leaves the random generators as they are.
-
-    Raises:
-        TrainingError: If a worker was killed. torch's own errors differ, for example ConnectionResetError.
+    The traceback of the exception refers to the iterator, so its workers would live as long as the traceback. A worker
+    that was killed raises TrainingError; torch's own errors differ, for example ConnectionResetError.
     """
     with preserved_generators(), _signals_blocked(loader):
         iterator = iter(loader)

@@ -54,12 +54,7 @@ class _Answer(NamedTuple):
 
 
 class StreamWindows:
-    """Read the windows of the stream of this process, for the settings of a Feed.
-
-    Attributes:
-        left_out: Number of samples of this epoch, over all processes, that have been left out.
-        has_ended: Whether this process has read its whole stream, while other processes have not.
-    """
+    """Read the windows of the stream of this process, for the settings of a Feed."""
 
     def __init__(self, feed: Any) -> None:
         self.accumulation, self.rank, self.size = feed.accumulation, feed.rank, feed.size
@@ -67,17 +62,7 @@ class StreamWindows:
         self.left_out, self.has_ended, self._is_compared = 0, False, False
 
     def read(self, loaded: Iterator[Any], last: Any, is_alone: bool = False) -> Iterator[list[Batch]]:
-        """Yield the windows of an epoch.
-
-        Args:
-            loaded: Yields the batches of this process.
-            last: The batch before the first window; None at the start of a stream.
-            is_alone: Whether other ranks do not read their windows at the same time.
-
-        Raises:
-            ConfigError: On every rank, if all batches of the first window have to be left out.
-            DistributedError: On every rank, if ranks that share layers have different batches.
-        """
+        """Yield the windows of an epoch; ``last`` is the batch before the first window, or None."""
         self.left_out, is_first = 0, True
         while True:
             window = list(islice(loaded, self.accumulation))

@@ -25,17 +25,10 @@ _CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 
 
 class LossWeights:
-    """The weight of each batch, for a loss function that is a mean.
+    """The weight of each batch, for a loss function that is a mean; ``loss_weight`` is as for the Trainer.
 
-    Args:
-        loss_fn: The loss function; None if the model returns its loss.
-        loss_weight: A function of a batch; the key or index of an entry of a batch, whose sum is the weight; or None.
-            With None, torch's losses of classes (:class:`torch.nn.CrossEntropyLoss`, :class:`torch.nn.NLLLoss` and
-            their functions) count by their divisor, the sum of the class weights of the labels that are not ignored,
-            and all other losses count by samples.
-
-    Raises:
-        ConfigError: If ``loss_weight`` has a different type, or the loss is a sum.
+    Torch's losses of classes and their functions count by their divisor, the sum of the class weights of the labels
+    that are not ignored, and all other losses count by samples.
     """
 
     def __init__(self, loss_fn: Any, loss_weight: Callable[[Any], Any] | str | int | None) -> None:
@@ -60,11 +53,7 @@ class LossWeights:
         self._watches = self.by_samples and is_mean and not is_known
 
     def of(self, data: Any, samples: int) -> float:
-        """Return the weight of a batch on this rank, before it is moved to a device.
-
-        Raises:
-            ConfigError: If the weight that the user gives is missing, negative or not finite.
-        """
+        """Return the weight of a batch on this rank, before it is moved to a device."""
         if samples == 0:  # a filler
             return 0.0
         if self.by_samples:

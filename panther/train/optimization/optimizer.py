@@ -1,8 +1,8 @@
 """The optimizer of a distributed model, and its learning rate in each step."""
 
 __all__ = [
-    "Optimizer", "clear_gradients", "is_extended_by_default", "learning_rate_factor", "make_optimizer",
-    "names_in_optimizer", "set_learning_rate", "step_error",
+    "Optimizer", "is_extended_by_default", "learning_rate_factor", "make_optimizer", "names_in_optimizer",
+    "set_learning_rate",
 ]  # fmt: skip
 
 import functools
@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther.distributed import get_rank, get_world_size
@@ -26,18 +25,12 @@ Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.opt
 """The argument of a Trainer: an optimizer, a function that makes an optimizer from parameters, or None for AdamW."""
 
 _log = logging.getLogger(__name__)
-# These optimizers compute each entry by itself (Muon each matrix), and tests compare them under every strategy.
-_COMPARED = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta, optim.Adagrad,
-    optim.ASGD, optim.Adamax, optim.Muon, optim.SparseAdam,
-)  # fmt: skip
 
 
 def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: int) -> float:
-    """Return the factor of the peak learning rate after ``step`` steps of ``total``.
+    """Return the factor of the peak learning rate after ``step`` steps, which may be a fraction, of ``total``.
 
-    It rises linearly during the warm-up, and then stays 1 or falls to 0 at the last step. ``step`` is a fraction if the
-    schedule also depends on time.
+    It rises linearly during the warm-up, and then stays 1 or falls to 0 at the last step.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -53,16 +46,6 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
-
-
-def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Clear gradients as ``optimizer.zero_grad()`` does, without its entry for profilers, which takes 10 us."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def is_extended_by_default(optimizer: Optimizer) -> bool:
@@ -122,8 +105,13 @@ def make_optimizer(
         parameters: list[Any] = [parameter for parameter in by_name.values() if parameter.requires_grad]
         if not parameters and is_extended_by_default(optimizer):
             parameters = [{"params": []}]  # the stage is frozen, and may be unfrozen later
-        function: Any = optimizer or _default_optimizer
-        result = _call(function, parameters)
+        try:
+            result = (optimizer or _default_optimizer)(parameters)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{error} (no optimizer was made of the trainable parameters)") from error
+        if not isinstance(result, torch.optim.Optimizer):
+            kind = type(result).__name__
+            raise ConfigError(f"the function of parameters returned a {kind}: it must return an optimizer")
         if stages > 1 and getattr(result, "selects_matrices", False):
             raise ConfigError(
                 f"{type(result).__name__} selects hidden matrices by their order, and a stage has other "
@@ -140,18 +128,6 @@ def make_optimizer(
     _report_untrained(result, by_name)
     _check_division(result, strategy, stages)
     return _shard_state(result) if strategy == "zero1" else result
-
-
-def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ConfigError | None:
-    """Return the error to raise if an optimizer refuses its first step; None if the optimizer is not the reason."""
-    if isinstance(error, torch.OutOfMemoryError | dist.DistError):
-        return None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        reason = "its operations do not take sharded parameters: use strategy='ddp' or 'zero1', or another optimizer"
-    else:
-        reason = "use another optimizer, such as AdamW"
-    return ConfigError(f"{error} ({type(optimizer).__name__} took no step: {reason})")
 
 
 def _check_rates(optimizer: torch.optim.Optimizer) -> None:
@@ -171,21 +147,6 @@ def _default_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, fused=is_dense or None)
     except RuntimeError:
         return torch.optim.AdamW(parameters)
-
-
-def _call(function: Callable[..., Any], parameters: list[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer that a class or function makes of parameters."""
-    try:
-        result = function(parameters)
-    except (TypeError, ValueError, RuntimeError) as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ConfigError(
-            f"{error} (no optimizer was made: {name} raised {type(error).__name__} for the trainable parameters of the "
-            "model: use another class, or a function of parameters that makes the groups)"
-        ) from error
-    if not isinstance(result, torch.optim.Optimizer):
-        raise ConfigError(f"the function of parameters returned a {type(result).__name__}: it must return an optimizer")
-    return result
 
 
 def _give_parameters(
@@ -252,7 +213,8 @@ def _check_division(optimizer: torch.optim.Optimizer, strategy: str, stages: int
             f"the steps of {name} without names of parameters depend on their order, which strategy={strategy!r} "
             "changes: make the optimizer from model.named_parameters(), or from panther.optim.sketched_param_groups"
         )
-    if type(optimizer) in _COMPARED or type(optimizer).__module__.startswith("panther.") or get_rank():
+    # torch's and Panther's optimizers compute each entry or matrix by itself, or do not take shards.
+    if type(optimizer).__module__.startswith(("torch.optim.", "panther.")) or get_rank():
         return
     _log.warning(
         "strategy=%r gives each rank a part of the parameters, and steps of %s are right only if it computes each "

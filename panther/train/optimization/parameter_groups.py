@@ -20,7 +20,7 @@ from panther._random_state import preserved_generators
 from panther.distributed import get_rank
 from panther.errors import CheckpointError, ConfigError
 from panther.train.config import TrainConfig
-from panther.train.optimization.optimizer import clear_gradients, learning_rate_factor, set_learning_rate
+from panther.train.optimization.optimizer import learning_rate_factor, set_learning_rate
 from panther.train.optimization.trainable import TrainableSet, list_names
 
 _ROUNDING = 1e-12  # LinearLR(end_factor=0) may end as far below 0
@@ -40,8 +40,8 @@ class _SavedGroup(dict[str, Any]):
 def saved_settings_stay(groups: list[dict[str, Any]]) -> Iterator[None]:
     """Let schedulers that are made within the block leave the settings of groups as a checkpoint had them.
 
-    The constructor of a scheduler sets the rates of the first step, and its ``load_state_dict``, which callbacks call
-    next, does not set the rates that were saved. Rates that are tensors, which schedulers write in place, are restored.
+    The constructor of a scheduler sets the rates of the first step, and its ``load_state_dict`` does not set the rates
+    that were saved. Rates that are tensors, which schedulers write in place, are restored.
     """
     loaded, rates = groups[:], [copy.deepcopy(group["lr"]) for group in groups]
     groups[:] = map(_SavedGroup, groups)
@@ -57,11 +57,7 @@ def saved_settings_stay(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 
 class RateScheduler:
-    """The scheduler that ``make`` makes of an optimizer, for the groups that the optimizer has at the start of a run.
-
-    Raises:
-        ConfigError: If ``make`` returns something else, or a setting has no effect on the scheduler.
-    """
+    """The scheduler that ``make`` makes of an optimizer, for the groups at the start of a run."""
 
     def __init__(self, make: Callable[[Optimizer], Any], optimizer: Optimizer, config: TrainConfig) -> None:
         groups, self._interval = optimizer.param_groups, config.scheduler_interval
@@ -85,18 +81,10 @@ class RateScheduler:
                 raise ConfigError(f"the function scheduler= returned a {name}, {fault}")
         self.metric = (config.scheduler_metric or "validation_loss") if needed else None
         self.kind = f"{name} of each {self._interval}" + (f" by {self.metric}" if needed else "")
-        # OneCycleLR writes its peaks into the groups, and starts below them.
-        self._peaks = [float(group.get("max_lr", start)) for group, start in zip(groups, starts, strict=True)]
         left_out = ("params", "param_names")
         self._start = [copy.deepcopy({key: group[key] for key in group if key not in left_out}) for group in groups]
         self._num_steps, self._values, self._new_value, self._follows_step = 0, list[float](), None, False
         self._check_rates()
-
-    @property
-    def factor(self) -> float:
-        """The rate of the first group that has a rate, divided by its peak."""
-        rates = zip(self._optimizer.param_groups, self._peaks, strict=False)
-        return next((float(group["lr"]) / peak for group, peak in rates if peak), 1.0)
 
     def check_metric(self, names: list[str]) -> None:
         """Raise ConfigError unless the history will have the metric; ``names`` are the quantities of validation."""
@@ -117,23 +105,12 @@ class RateScheduler:
             self._new_value = None
 
     def _step(self, *values: float) -> None:
-        """Step the scheduler without groups that were added later, which schedulers of torch do not accept."""
-        groups = self._optimizer.param_groups
-        added, first = groups[self.count :], dict(groups[0])
-        del groups[self.count :]
-        try:
-            # Torch warns if the optimizer has not stepped before, as when a run resumes at the end of an epoch.
-            with nullcontext() if self._follows_step else ignored_warnings(_OF_ORDER):
-                self._scheduler.step(*values)
-        finally:
-            groups.extend(added)
+        # Torch warns if the optimizer has not stepped before, as when a run resumes at the end of an epoch.
+        with nullcontext() if self._follows_step else ignored_warnings(_OF_ORDER):
+            self._scheduler.step(*values)
         self._num_steps += 1
         self._values += values
         self._check_rates()
-        # Momentums that the scheduler moves are equal in added groups.
-        moved = {key: value for key, value in groups[0].items() if key != "lr" and value is not first.get(key)}
-        for group in added:
-            group.update(moved)
 
     def _check_rates(self) -> None:
         for number, group in enumerate(self._optimizer.param_groups[: self.count]):
@@ -174,16 +151,9 @@ class RateScheduler:
 class ParameterGroups:
     """The groups of the optimizer of a distributed model during a run.
 
-    Args:
-        is_extended: Whether parameters that are unfrozen later form a group with the optimizer's default settings.
-
-    Attributes:
-        peak_rates: The learning rate of each group after the warm-up.
-        quantities: What was added to the history since the scheduler could step.
-        rate_of_step: The learning rate of the first group in the last step; None without a scheduler.
-
-    Raises:
-        ConfigError: If a scheduler has the optimizer, and the schedule of the run sets learning rates as well.
+    With ``is_extended``, parameters that are unfrozen later form a group with the optimizer's default settings. The
+    ``quantities`` are those that were added to the history since the scheduler could step, and ``rate_of_step`` is None
+    without a scheduler.
     """
 
     def __init__(
@@ -215,16 +185,12 @@ class ParameterGroups:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def begin_step(self, step: int, total_steps: int | None) -> None:
-        """Set the learning rates of the next step, and clear the gradients of all trainable parameters.
-
-        Raises:
-            ConfigError: If a callback has set a learning rate that this step overwrites, or has removed a group.
-        """
+        """Set the learning rates of the next step, and clear the gradients of all trainable parameters."""
         self._check_rates(step)
         self._set_rates(step, total_steps)
         if self.scheduler is not None:
             self.rate_of_step = copy.deepcopy(self._optimizer.param_groups[0]["lr"])
-        clear_gradients(self._optimizer)
+        self._optimizer.zero_grad()
         for parameter in self._trainable.by_name.values():  # the optimizer may not have all of them
             if parameter.requires_grad:
                 parameter.grad = None
@@ -239,7 +205,6 @@ class ParameterGroups:
             self._check_rates(step)
             self.scheduler.advance(moment, self.quantities)
             self.quantities = {}
-            self._set_rates(step, None)
             self.end_step()
 
     def _check_rates(self, step: int) -> None:
@@ -268,12 +233,15 @@ class ParameterGroups:
             )
         if len(groups) > len(self.peak_rates):
             self.peak_rates += [float(group["lr"]) for group in groups[len(self.peak_rates) :]]
-        first = 0 if self.scheduler is None else self.scheduler.count
-        if first == len(groups):
+        if self.scheduler is not None:
+            if len(groups) > self.scheduler.count:
+                raise ConfigError(
+                    "a group was added to the optimizer, and the scheduler has the groups of the start of the run: "
+                    "add it before fit, or step a scheduler in a callback, with schedule='callback'"
+                )
             return
         factor = learning_rate_factor(self._config.schedule, step, total_steps, self._config.warmup_steps)
-        factor = factor if self.scheduler is None else self.scheduler.factor
-        for group, peak in zip(groups[first:], self.peak_rates[first:], strict=True):
+        for group, peak in zip(groups, self.peak_rates, strict=True):
             set_learning_rate(group, peak * factor)
 
     def adopt_changes(self, step: int, total_steps: int | None) -> None:

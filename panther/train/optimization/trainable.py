@@ -55,11 +55,7 @@ class TrainableSet:
         return [name for name, now, agreed in zip(self.by_name, flags, self._agreed, strict=True) if now != agreed]
 
     def agree(self) -> dict[str, nn.Parameter]:
-        """Compare the changes of all ranks, and return what was unfrozen and was frozen at the start, by name.
-
-        Raises:
-            ConfigError: On every rank, if ranks have frozen or unfrozen different parameters.
-        """
+        """Compare the changes of all ranks, and return what was unfrozen and was frozen at the start, by name."""
         changed = self.changed()
         for rank, other in enumerate(gather_objects(changed, None)):
             if differing := set(changed) ^ set(other):
@@ -86,9 +82,9 @@ class LossParameters:
     """Trainable parameters of a loss that is a module and that the model does not have: no optimizer trains them."""
 
     def __init__(self, loss_fn: Callable[..., Tensor] | None, model: nn.Module) -> None:
-        named = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+        pairs = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
         trained = set(model.parameters())
-        self._named = {name: p for name, p in named if p.requires_grad and p not in trained}
+        self._named = {name: p for name, p in pairs if p.requires_grad and p not in trained}
         for parameter in self._named.values():
             parameter.grad = None
 

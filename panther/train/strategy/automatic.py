@@ -64,14 +64,8 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: C
     """Return the strategy that ``"auto"`` stands for, on several processes, and print it on the first rank.
 
     That is ``"ddp"``, unless the settings or the memory forbid it, or by a file of measured speeds another layout is at
-    least 1.2 times as fast. A model that the advisor cannot read is replicated, too; if there is a file of measured
-    speeds, a warning says why it was not used. So does one for a layout that does not fit.
-
-    Args:
-        model: The model.
-        config: With ``strategy="auto"``.
-        loss_fn: The loss, or None.
-        feed: Returns the training data as one process sees it.
+    least 1.2 times as fast. A model that the advisor cannot read is replicated, too. ``feed`` returns the training data
+    as one process sees it.
     """
     advice = run_on_first_rank(lambda: _advice(model, config, loss_fn, feed), None)
     if advice.layout is None:

@@ -39,13 +39,9 @@ def set_up(
     feed: Callable[[], Feed],
     loss_weight: Callable[[Any], Any] | str | int | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer]:
-    """Distribute a model over the ranks, and make its optimizer.
+    """Distribute a model over the ranks, and make its optimizer, by the arguments of a Trainer.
 
-    The arguments are those of a Trainer. ``feed`` returns the training data as one process sees it, for the advisor,
-    and for pipelines whose model has to be traced.
-
-    Raises:
-        ConfigError: If the settings contradict each other, or do not suit the number of ranks or the model.
+    ``feed`` returns the training data as one process sees it.
     """
     world = get_world_size()
     layout_of(config, world)  # before the advisor is asked
@@ -104,11 +100,7 @@ def set_up(
 
 
 def layout_of(config: TrainConfig, world: int) -> Layout:
-    """Return the layout over ``world`` processes: the sizes that are set, and the strategy's axis gets the other ranks.
-
-    Raises:
-        ConfigError: If the sizes do not suit the number of processes, one process as well as many.
-    """
+    """Return the layout over ``world`` processes: the sizes that are set, the rest on the strategy axis."""
     sizes = {
         "data": config.data_parallel_size,
         "tensor": config.tensor_parallel_size,
@@ -133,21 +125,17 @@ def _check_embeddings(model: nn.Module, strategy: str, is_sharded: bool) -> None
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
-        kind = type(module).__name__
+        subject = f"the {type(module).__name__} {name!r}"
         if module.sparse and is_sharded:
             raise ConfigError(
-                f"the {kind} {name!r} has sparse=True, and strategy={strategy!r} cannot send sparse gradients: make it "
-                "with sparse=False, or use strategy='ddp'"
+                f"{subject} has sparse=True, and strategy={strategy!r} cannot send sparse gradients: make it with "
+                "sparse=False, or use strategy='ddp'"
             )
-        if module.max_norm is not None:
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            setting = "scale_grad_by_freq=True" if module.max_norm is None else f"max_norm={module.max_norm}"
             raise ConfigError(
-                f"the {kind} {name!r} has max_norm={module.max_norm}, and would limit rows inside the forward, on each "
-                "rank only the rows of its own samples: limit all rows after each step, in a callback"
-            )
-        if module.scale_grad_by_freq:
-            raise ConfigError(
-                f"the {kind} {name!r} has scale_grad_by_freq=True, and would divide gradients by counts in the samples "
-                "of one rank: make it without, or train on one process"
+                f"{subject} has {setting}, which each rank would apply to its own samples only: make it without, and "
+                "limit all rows after each step, in a callback"
             )
 
 

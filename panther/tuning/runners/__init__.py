@@ -34,12 +34,7 @@ def run_trials(
     deadline: float | None,
     parallel: int | str,
 ) -> str:
-    """Run trials until there are ``trials``. If they end before, return the reason, else "".
-
-    Raises:
-        TuningError: If ``evaluate`` raises or changes the model, or its data cannot be sent to a process.
-        ConfigError: If the processes cannot be started on this system.
-    """
+    """Run trials until there are ``trials``, finished ones included. If they end before, return the reason, else ""."""
     source = OpenTrials(search, trials, deadline)
     if not (num_open := max(trials - search.count, 0)):
         return ""
@@ -62,13 +57,7 @@ def run_trials(
 
 
 class OpenTrials:
-    """Draws trials until there are enough, or until the time is over or the space is exhausted.
-
-    Args:
-        search: The study that draws.
-        trials: Number of trials, including finished ones.
-        deadline: Time after which no trial is drawn, or None.
-    """
+    """Draws trials until there are enough, or until the deadline has passed or the space is exhausted."""
 
     def __init__(self, search: Study, trials: int, deadline: float | None) -> None:
         self.search, self._trials, self._deadline = search, trials, deadline

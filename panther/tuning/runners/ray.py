@@ -72,16 +72,8 @@ class _Actor:
 def join_cluster(address: str | None, show: bool = True) -> Iterator[bool]:
     """Join a Ray cluster, and yield whether it is a new cluster of only this machine, which cannot grow.
 
-    A cluster that was joined before stays joined afterwards.
-
-    Args:
-        address: The cluster, as in ``ray.init``. None is the joined cluster, or else the cluster in RAY_ADDRESS, or
-            else a new cluster of this machine.
-        show: Whether a cluster that is joined here logs more than errors, and the output of its workers.
-
-    Raises:
-        ConfigError: If the installed version of Ray is not supported, or another cluster is joined already.
-        DistributedError: If the cluster cannot be reached.
+    The address is as in ``ray.init``; None is the joined cluster, which stays joined afterwards, or else the cluster in
+    RAY_ADDRESS, or else a new cluster of this machine. Without ``show`` the cluster logs errors only.
     """
     ray: Any = require_extra("ray", "ray")
     check_version("ray", ray.__version__, 2, least=(2, 60))

@@ -198,8 +198,7 @@ def _first_notes(notes: list[str]) -> list[str]:
 class Space:
     """The plans of a search: the automatic space, settings of layers, attention, and healing. Any may be missing.
 
-    Attributes:
-        notes: Parts of the requested space that cannot be used, and why.
+    The notes say which parts of the requested space cannot be used, and why.
     """
 
     def __init__(
@@ -278,11 +277,7 @@ def _unchanged(lines: Sequence[Line], changeable: Collection[str], skipped: Sequ
 
 
 def heal_specs(heal: Any) -> Mapping[str, Spec] | None:
-    """Return the specifications of the argument ``heal``: a HealConfig, a dict of its settings, or None.
-
-    Raises:
-        ConfigError: If a setting is unknown, or a value is not allowed.
-    """
+    """Return the specifications of the argument ``heal``: a HealConfig, a dict of its settings, or None."""
     if heal is None:
         return None
     if isinstance(heal, HealConfig):

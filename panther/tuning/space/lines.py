@@ -79,11 +79,7 @@ class Group:
 
 
 def as_group(key: Any) -> Group:
-    """Return the group that a key of a space stands for: a glob, a tuple of globs, a class, or a function.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Return the group that a key of a space stands for: a glob, a tuple of globs, a class, or a function."""
     if isinstance(key, Group):
         return key
     if isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(glob, str) for glob in key)):
@@ -96,11 +92,7 @@ def as_group(key: Any) -> Group:
 
 
 def selected(model: nn.Module, group: Group, attention: bool = False) -> tuple[str, ...]:
-    """Return the names of a group's modules, in the model's order: modules with a matrix, or attention.
-
-    Raises:
-        ConfigError: If there are none, or an index is out of range.
-    """
+    """Return the names of a group's modules, in the model's order: modules with a matrix, or attention."""
     is_eligible = is_attention if attention else _is_layer
     names = tuple(
         name for name, module in model.named_modules() if name and is_eligible(module) and _matches(group, module, name)
@@ -198,10 +190,7 @@ def _is_used(name: str, values: Mapping[str, Any]) -> bool:
 class Request(NamedTuple):
     """What the values of a line's settings ask for.
 
-    Attributes:
-        form: The form of the layers.
-        measure: What is limited, ``"rank"`` or ``"share"``; empty without a limit.
-        limit: The largest rank, or the largest share of a layer's bytes.
+    The measure is ``"rank"`` or ``"share"`` of a layer's bytes, which the limit bounds, or empty.
     """
 
     form: str
@@ -219,11 +208,7 @@ def request_of(values: Mapping[str, Any]) -> Request:
 
 
 def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> list[Line]:
-    """Return the lines of a user's space.
-
-    Raises:
-        ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
-    """
+    """Return the lines of a user's space."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(
             f"space={space!r} must be 'auto', or a dict with the values of settings by layers, such as "
