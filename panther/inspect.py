@@ -156,15 +156,15 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
         >>> model = nn.Sequential(
         ...     nn.Linear(64, 64),
         ...     nn.ReLU(),
-        ...     pr.nn.SKLinear(64, 8, 1, 2, seed=0),
+        ...     pr.nn.SKLinear(64, 8, 1, 2, bias=False, seed=0),
         ... )
         >>> _ = model[0].requires_grad_(False)
         >>> print(tree(model))
-        module       class       shapes                   parameters  trained    bytes  form
-        (the model)  Sequential                                4,312  152      17.3 kB
-          0          Linear      weight 64x64, bias 64         4,160  no       16.6 kB
-          1          ReLU                                          0               0 B
-          2          SKLinear    S1 64x2, S2 2x8, bias 8         152  yes        640 B  sketched, 1 term of rank 2
+        module       class       shapes                 parameters  trained    bytes  form
+        (the model)  Sequential                              4,304  144      17.2 kB
+          0          Linear      weight 64x64, bias 64       4,160  no       16.6 kB
+          1          ReLU                                        0               0 B
+          2          SKLinear    S1 64x2, S2 2x8               144  yes        608 B  sketched, sparse, 1 term of rank 2
         1 module sketched, quantized or with linear attention
     """
     if not isinstance(model, nn.Module):

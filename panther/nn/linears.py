@@ -66,8 +66,9 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     :class:`~panther.nn.InterpolativeLinear` becomes two layers of its rank, which together take more numbers than it.
     Layers that shared their tensors, such as an embedding and a head, share their weight.
     Nothing else is changed, and outputs are equal up to rounding. A pair has the product of its weights as ``weight``,
-    computed at each access, for models that read it. Signs of seeded layers become weights like any
-    other: they are stored, and would be trained; to continue training a seeded layer, keep it.
+    computed at each access, for models that read it. Sketches of seeded layers become weights like any
+    other, sparse ones with their zeros, so that the pair takes twice the numbers and products of a sparse layer. They
+    are stored, and would be trained; to continue training a seeded layer, keep it.
 
     Args:
         model: A model, changed in place. Wrap a single compressed layer, as in ``nn.Sequential(layer)``.

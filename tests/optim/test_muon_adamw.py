@@ -200,7 +200,7 @@ def test_a_trainer_takes_it():
     model, x = network(), torch.randn(32, 96)
     target = torch.randint(5, (32,), generator=torch.Generator().manual_seed(0))
     config = pr.train.TrainConfig(epochs=50, batch_size=32)
-    optimizer = MuonAdamW(param_groups(model, lr=1e-3))
+    optimizer = MuonAdamW(param_groups(model, lr=2e-3))
     loss = nn.functional.cross_entropy
     first_loss = loss(model(x), target).item()
     pr.train.Trainer(model, optimizer, loss, config).fit(torch.utils.data.TensorDataset(x, target))

@@ -212,7 +212,11 @@ def low_rank(layer):
         // (4 * (layer.in_features + layer.out_features))
     )
     return pr.nn.SKLinear(
-        layer.in_features, layer.out_features, R, bias=False
+        layer.in_features,
+        layer.out_features,
+        R,
+        bias=False,
+        sketch="signs",
     )
 
 

@@ -216,7 +216,7 @@ print(
 # -----------------------------------------
 #
 # A new :class:`~panther.nn.SKLinear` with the sketch size R has rank 2 R at most, half of each side random, and trains
-# R (in + out) numbers; from R = width / 4 on it takes as much work as a dense layer (:doc:`/concepts/sklinear`). The
+# R (in + out) numbers; from R = width / 2 on it takes as much work as a dense layer (:doc:`/concepts/sklinear`). The
 # spectra say about how large R has to be: the rank at which 1 % of the output is lost. Here the hidden layers are
 # sketched from the start.
 

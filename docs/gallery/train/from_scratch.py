@@ -94,8 +94,9 @@ def low_rank(inputs, outputs):
 
 def network(form):
     hidden = {
+        # The figures in the text are of dense signs.
         "sketched": lambda inputs, outputs: pr.nn.SKLinear(
-            inputs, outputs, R
+            inputs, outputs, R, sketch="signs"
         ),
         "low rank": low_rank,
         "dense, narrower": nn.Linear,

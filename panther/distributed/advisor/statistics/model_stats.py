@@ -31,7 +31,7 @@ class ModelStats:
         ... )
         >>> stats = ModelStats.of(model, torch.ones(8, 256))
         >>> stats.num_parameters, stats.num_sketch_entries
-        (2818, 2048)
+        (2818, 512)
         >>> [int(layer.activations.at(8)) for layer in stats.layers]
         [8320, 8192, 0]
     """
