@@ -4,7 +4,7 @@ __all__ = [
     "COMPILED", "FLAT_WEIGHTS", "MODULE_DICTIONARIES", "OVERRIDDEN_METHODS", "apply_to_tensors", "buffers_of",
     "children_of", "drawing_method", "forward_pre_hooks_of", "has_forward_of_convolution", "has_gradient_hooks",
     "has_hooks", "has_packed_weights", "loading_code_of", "original_of_compiled", "parameters_of", "plain_name",
-    "put_child", "put_forward_pre_hooks", "put_module", "put_parameters", "refresh_flat_weights",
+    "put_child", "put_module", "put_parameters", "refresh_flat_weights",
     "unsaved_buffers_of", "without_forward_hooks", "without_inner_wrappers",
 ]  # fmt: skip
 
@@ -170,11 +170,6 @@ def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Return a module's forward pre-hooks. torch has no public function that returns them."""
     return module._forward_pre_hooks
-
-
-def put_forward_pre_hooks(module: nn.Module, hooks: Any) -> None:
-    """Replace a module's dictionary of forward pre-hooks. torch has no public function that replaces it."""
-    module._forward_pre_hooks = hooks
 
 
 def loading_code_of(module: nn.Module) -> list[Any]:

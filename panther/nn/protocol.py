@@ -11,7 +11,6 @@ __all__ = [
     "keep_own_forward", "recorded_class",
 ]  # fmt: skip
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._hints import explain_keywords_of_class
-from panther._torch import buffers_of, children_of, is_transformed, put_forward_pre_hooks, version_of
+from panther._torch import buffers_of, children_of, is_transformed, version_of
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn.factors import inherit_settings
 from panther.nn.sketch_record import RECORD_MARK, check_mark, has_values, record_mark
@@ -84,17 +83,6 @@ def keep_own_forward(module: nn.Module, args: Any) -> None:
     nn.TransformerEncoderLayer in eval mode reads the weights of its linear layers and its attention instead of calling
     them. Of a sketched layer that would be a dense product, and of a sharded one a rank's shard.
     """
-
-
-class _UncalledHooks(OrderedDict[int, Callable[..., Any]]):
-    """Forward pre-hooks that are false while :func:`keep_own_forward` is the only one.
-
-    nn.TransformerEncoderLayer counts hooks, and nn.Module tests whether there are hooks. Calling this hook would take
-    as long as a small product.
-    """
-
-    def __bool__(self) -> bool:
-        return len(self) > 1
 
 
 def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
@@ -175,7 +163,6 @@ class CompressedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        put_forward_pre_hooks(self, _UncalledHooks())
         self.register_forward_pre_hook(keep_own_forward)
         self.register_buffer(RECORD_MARK, None)  # Tools that look up the names of a state_dict find this one.
 
@@ -326,24 +313,13 @@ class CompressedModule(nn.Module):
         device: torch.device | str,
         seed: int | None = None,
     ) -> Self:
-        """Return a new layer of the constructor's arguments in a record, with random values.
-
-        Args:
-            record: A record, whose class and arguments are checked already.
-            dtype: Dtype of the layer.
-            device: Device of the layer.
-            seed: Seed of the sketches, if there are any; None draws one.
-        """
+        """Return a new layer of a checked record's arguments, with random values; None for ``seed`` draws one."""
         make: Any = cls
         layer: Self = make(**record["args"], dtype=dtype, device=device)
         return layer
 
     def follow_record_(self, record: Mapping[str, Any]) -> None:
-        """Set what a record says beyond the constructor's arguments, such as packing.
-
-        Raises:
-            ValueError: If a setting is unknown.
-        """
+        """Set what a record says beyond the constructor's arguments, such as packing; ValueError if it is unknown."""
 
     def implied_tensors(self, device: torch.device | str) -> dict[str, Tensor]:
         """Return the values of the stored tensors that files leave out if :attr:`is_symmetric` is true, by name."""
@@ -374,13 +350,8 @@ class CompressedModule(nn.Module):
     def adopt_values_(self, name: str, *, is_shared: bool = False) -> None:
         """Compute with the values that were put into the stored tensors without ``load_state_dict``.
 
-        Args:
-            name: The layer's name, for messages.
-            is_shared: Whether the caller will put the tensors of another layer here, so that these have no values yet.
-
-        Raises:
-            SketchMismatchError: If the values do not belong together.
-            FormatError: If they were saved in a different form.
+        With ``is_shared`` the caller will put the tensors of another layer here, so that these have no values yet.
+        Raise SketchMismatchError or FormatError if the values do not belong together.
         """
         if not is_shared:
             self.check_record()
@@ -393,10 +364,7 @@ class CompressedModule(nn.Module):
         """Call :meth:`follow_writes` if a checked buffer was written to or replaced since the last call.
 
         Other code writes to buffers in place: it broadcasts or copies them, which the layer has to follow, or averages
-        them, which destroys codes and seeds. A forward only compares the versions of a few tensors.
-
-        Raises:
-            SketchMismatchError: If the buffers do not belong together.
+        them, which destroys codes and seeds and raises SketchMismatchError.
         """
         if not torch.compiler.is_compiling() and (writes := self._writes()) != self._checked:
             tensors = self._checked_tensors()
