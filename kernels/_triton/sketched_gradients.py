@@ -95,16 +95,8 @@ def gradients_plan(
 ) -> FactorGradients | None:
     """Return the function that computes the gradients of S1, S2 and the bias from one pass over x and ``grad``.
 
-    It returns None where products of torch are faster, or if the kernel cannot address the operands.
-
-    Args:
-        x: Input of the product.
-        grad: Gradient of the output.
-        inner: ``scale x [S1 | U2]``, the second result of the product.
-        has_both_halves: Whether ``d_left``, which is contiguous, is the second half of a matrix of 2R columns.
-        need_bias: Whether to sum ``grad`` over rows.
-
-    Cost: ``2 R (in + out)`` flops a row. Bytes: x and ``grad`` once, for ranks up to 64.
+    It returns None where products of torch are faster, or if the kernel cannot address the operands. ``inner`` is
+    ``scale x [S1 | U2]``; with ``has_both_halves``, ``d_left`` is the second half of a contiguous matrix of 2R columns.
     """
     (M, K), N, R = x.shape, grad.shape[1], inner.shape[1] // 2
     if grad.dtype is not x.dtype or not inner.is_contiguous() or 0 in (M, K, N, R):

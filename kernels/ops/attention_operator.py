@@ -38,18 +38,11 @@ def define_attention(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Define the operators of an attention and of its gradients, and return a function that calls the first of them.
 
-    It takes operands (q is the first, v the third, and the last ones may be None), and settings that are
-    not tensors. It returns the output, of the shape of v, and one number for each row that backward needs.
-
-    Args:
-        name: The name of the operator; ``_backward`` is appended for the gradients.
-        operands: The operands in the language of schemas.
-        settings: The settings in the language of schemas, each after a comma.
-        denominator: The name of the second result.
-        check: Raises unless operands and settings fit.
-        forward: Returns both results, contiguous.
-        backward: Takes the gradient, the operands, both results and settings.
-        reference: The output in torch, differentiable any number of times.
+    ``operands``, ``settings`` (each after a comma) and ``denominator``, the name of the second result, are in the
+    language of schemas. The operator takes operands (q is the first, v the third, and the last ones may be None), and
+    settings that are not tensors. ``forward`` returns the output, of the shape of v, and one number for each row, both
+    contiguous. ``backward`` takes the gradient, the operands, both results and settings. ``reference`` is the output in
+    torch, differentiable any number of times.
     """
     count = operands.count("Tensor")
 

@@ -17,21 +17,8 @@ def reduced_copy(sketch: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a sketch in another dtype, copied once as long as nobody writes to the sketch.
 
     The copy lives as long as the sketch. It is made again after a write that torch counts, such as loading a checkpoint
-    or drawing from another seed. Writes to ``sketch.data`` are not counted.
-
-    Args:
-        sketch: A tensor that a layer holds.
-        dtype: The dtype of the copy.
-
-    Cost: one copy, after which the host waits once for the device, so that other streams may read the copy too; then a
-    microsecond a call.
-
-    Example:
-        >>> signs = torch.ones(2, 3)
-        >>> reduced_copy(signs, torch.bfloat16) is reduced_copy(
-        ...     signs, torch.bfloat16
-        ... )
-        True
+    or drawing from another seed. After copying the host waits once for the device, so that other streams may read the
+    copy too.
     """
     if sketch.dtype is dtype:
         return sketch

@@ -52,11 +52,9 @@ def check_init(init: str) -> None:
 
 
 def check_dense(dense: Any, kind: type[nn.Module], maker: str) -> None:
-    """Raise unless a layer computes what a class of torch.nn does, so that a new layer can approximate it.
+    """Raise unless a layer computes what a class of torch.nn does, and a new layer would lose no part of it.
 
-    Raises:
-        TypeError: If the layer has another class, or a forward of its own.
-        ValueError: If the new layer would lose a part of the layer, such as hooks or parametrizations.
+    Hooks and parametrizations would be lost.
     """
     if not isinstance(dense, kind):
         raise TypeError(f"{maker} takes an nn.{kind.__name__}, not {type(dense).__name__}")

@@ -22,9 +22,6 @@ class ModuleState:
     Values of tensors are copied only if a module could refuse to load, because it has a load hook or overrides a
     method, which may have written to tensors before it raises an error. Modules of torch and sketched layers of Panther
     accept all values that passed the checks.
-
-    Args:
-        models: The models, whose modules are saved.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:

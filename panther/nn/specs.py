@@ -306,10 +306,6 @@ def as_low_rank_layers(
     """Return records, aliases and tensors of a folder with low-rank layers in the place of fitted layers.
 
     Formats 1 and 2 stored a weight of low rank as a fitted SKLinear of four factors, or as a fitted SKConv2d.
-
-    Raises:
-        FormatError: If the factors of a layer do not fit together.
-        SketchMismatchError: If the record of a layer's sketch is damaged.
     """
     new_modules, new_aliases, new_state = dict(modules), dict(aliases), dict(state)
     factors_by_id: dict[tuple[int, ...], tuple[str, tuple[Tensor, Tensor]]] = {}

@@ -96,19 +96,8 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, WindowedAttentionState]:
         """Attend from the next tokens of a sequence to themselves and to all earlier tokens, in constant time a token.
 
-        It is causal self-attention, as :meth:`panther.nn.LearnedLinearAttention.step` describes it.
-
-        Args:
-            x: The next T tokens of each sequence.
-            state: The result of :meth:`init_state` or of the previous step. It is not changed.
-            key_padding_mask: True where one of these tokens is to be ignored.
-
-        Returns:
-            The output, shaped as ``x``, and the state after these tokens.
-
-        Raises:
-            ValueError: If shapes do not fit, numbers would be added to the logits of a key, or weights would be
-                dropped.
+        It is causal self-attention, as :meth:`panther.nn.LearnedLinearAttention.step` describes it;
+        ``key_padding_mask`` is True where one of these tokens is to be ignored.
         """
         if x.dim() != 3:
             raise ShapeError(f"step takes x with three dimensions, a batch included, not {tuple(x.shape)}: x[None]")

@@ -17,21 +17,8 @@ from panther.nn.attention.interface import UnsupportedCallError
 class RandomFeatureAttention(FeatureMap):
     """The attention of :class:`panther.nn.RandMultiHeadAttention` without its projections.
 
-    Converted modules of transformers can have it instead of :class:`panther.nn.LearnedLinearAttention`. It is called in
-    the same way.
-
-    Args:
-        num_heads: Heads of queries.
-        head_dim: Width of a head.
-        num_random_features: Features of each head.
-        kernel_fn: As for :class:`panther.nn.RandMultiHeadAttention`.
-        seed: The seed of the directions; None draws one from torch's default CPU generator.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-
-    Raises:
-        ShapeError: If a size is not positive.
-        ValueError: If ``kernel_fn`` is unknown.
+    Converted modules of transformers can have it instead of :class:`panther.nn.LearnedLinearAttention`, which is called
+    in the same way.
     """
 
     recorder: Any = None  # linearize_ sets a recorder in LearnedLinearAttention.

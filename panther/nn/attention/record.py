@@ -73,13 +73,9 @@ def is_attention_record(record: Any) -> bool:
 def convert_as_saved_(model: nn.Module, records: Mapping[str, Any]) -> tuple[dict[str, Any], dict[nn.Module, Any]]:
     """Convert a model's attention as the records say, in place, without values.
 
-    A module that is already converted as its record says is not changed.
-
-    Returns:
-        The records of all other modules, and the converted modules, each with the module that it replaced.
-
-    Raises:
-        FormatError: If a record does not fit the model, which is then not changed.
+    A module that is already converted as its record says is not changed. Return the records of all other modules, and
+    the converted modules, each with the module that it replaced. Raise FormatError if a record does not fit the model,
+    which is then not changed.
     """
     names = {name for name, record in records.items() if is_attention_record(record)}
     names |= {name for name, record in records.items() if _alias_of(record) in names}

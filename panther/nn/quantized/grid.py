@@ -38,25 +38,10 @@ def quantization_grid(
     r"""Return scales and zero points of least squared error when each weight goes to its nearest code.
 
     For each group, the search shrinks the range from the least to the largest weight (and zero) by ``candidates``
-    factors, down to the best factor for a normal distribution at this width. Weights outside of the range go to its
-    nearest end. The scale is rounded to bfloat16 before the error is computed, as in the stored grid.
-
-    Args:
-        weight: Floating, finite.
-        bits: Width of a code, 1 to 8.
-        group_size: Columns that share a scale; the last group may be smaller. None is all columns.
-        importance: A weight of the squared error for each column, such as the mean square of its input; None is equal
-            weights.
-        candidates: Number of ranges to try; 1 takes the whole range.
-        symmetric: Whether every zero point is the middle code ``2^(bits - 1)``, as kernels for signed codes need it.
-
-    Returns:
-        Scales, positive, and zero points.
-
-    Raises:
-        ValueError: If the weight has entries that are NaN or infinite, or too large for bfloat16.
-
-    Cost: ``10 candidates`` passes over the weight.
+    factors, down to the best factor for a normal distribution at this width; 1 takes the whole range. The scale is
+    rounded to bfloat16 before the error is computed, as in the stored grid. ``importance`` weighs the squared error of
+    each column. With ``symmetric`` every zero point is the middle code ``2^(bits - 1)``, as kernels for signed codes
+    need it. Raise ValueError for entries that are NaN, infinite or too large for bfloat16.
     """
     A = fittable(weight.detach())
     rows, columns = A.shape

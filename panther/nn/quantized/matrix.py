@@ -308,16 +308,6 @@ def stored_bytes(
     """Return the size of a :class:`QuantizedLinear` of this form in a file, in bytes, without its bias.
 
     With ``conv`` return the size of a :class:`QuantizedConv2d`, whose ``in_features`` are in / groups * kernel.
-
-    Example:
-        >>> from panther.nn import QuantizedLinear
-        >>> layer = QuantizedLinear(
-        ...     100, 60, 3, group_size=32, low_rank=2, bias=False
-        ... )
-        >>> stored_bytes(100, 60, 3, group_size=32, low_rank=2) == sum(
-        ...     tensor.nbytes for tensor in layer.buffers()
-        ... )
-        True
     """
     columns = check_size("in_features", in_features, least=1)
     rows = check_size("out_features", out_features, least=1)

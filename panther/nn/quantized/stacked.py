@@ -35,16 +35,8 @@ def stacked_names(module: nn.Module) -> tuple[str, ...]:
 class StackedExperts(nn.Module):
     """The stacked weights of experts as a layer that multiplies by the weight of one expert.
 
-    The layer stands for a parameter of a module of experts while the parameter is compressed. It is never a module of
-    the model.
-
-    Args:
-        num_experts: Number of experts.
-        in_features: Size of an expert's input.
-        out_features: Size of an expert's output.
-        transposed: Whether the weight is (experts, in, out) instead of (experts, out, in).
-        device: None is torch's default.
-        dtype: Dtype of the weight; None is torch's default.
+    The layer stands for a parameter of a module of experts, (experts, out, in) or ``transposed``, while the parameter
+    is compressed. It is never a module of the model.
     """
 
     def __init__(

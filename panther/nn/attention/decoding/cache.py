@@ -122,11 +122,7 @@ class RunningStateLayer:
             self.reorder_cache(torch.arange(len(self.state.sums), device=indices.device)[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens.
-
-        Raises:
-            ValueError: If there are tokens to remove. They are in sums, which cannot be undone without rounding.
-        """
+        """Refuse to remove tokens: they are in sums, which cannot be undone without rounding."""
         # Versions of transformers before 5.10 pass the length to keep, a positive number.
         if tokens_to_remove == 0 or not self.length or tokens_to_remove >= self.length:
             return
