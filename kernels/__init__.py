@@ -33,7 +33,6 @@ __all__ = [
 if __name__ != "kernels":
     from .cpu.int4 import PackedCodes, why_not_packed
     from .ops.attention import causal_linear_attention
-    from .ops.hadamard import hadamard_transform
     from .ops.philox import normal_block, sign_block, uniform_block, word_block
     from .ops.quantized import quantized_matmul, quantized_weight
     from .ops.quantized_operands import QuantizedCodes, QuantizedFactors, QuantizedOperands
@@ -41,6 +40,6 @@ if __name__ != "kernels":
     from .ops.sketched_halves import sketched_inner, sketched_outer
     from .ops.sparse import csr_matmul
     from .ops.windowed_attention import windowed_linear_attention
-    from .reference import pack_signs, philox_4x32, unpack_signs
+    from .reference import hadamard_transform, pack_signs, philox_4x32, unpack_signs
     from .reference.codes import code_bytes, pack_codes, unpack_codes
     from .selection import backend

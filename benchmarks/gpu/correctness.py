@@ -17,8 +17,6 @@ import panther.kernels
 import torch
 from panther.kernels import reference
 from panther.kernels.ops._crossover import using_path
-from panther.kernels.ops.attention import continued_attention
-from panther.kernels.reference import attention as reference_attention
 from panther.kernels.reference.codes import pack_codes
 from torch import Tensor
 
@@ -126,13 +124,6 @@ def _checks(device: str) -> Iterator[Check]:
         "attention", "causal", panther.kernels.causal_linear_attention, reference.causal_linear_attention,
         attention_operands, differentiable=3,
     )  # fmt: skip
-    yield from _token_checks(device)
-    for N, columns in ((256, 5), (1 << 12, 1)):
-        yield Check(
-            "hadamard", f"n {N} columns {columns}", panther.kernels.hadamard_transform,
-            partial(reference.hadamard_transform, differentiable=True),
-            partial(lambda dtype, shape: [randn(*shape)(dtype)], shape=(3, N, columns)), differentiable=1,
-        )  # fmt: skip
 
     def sketch(A: Tensor) -> SparseSketch:
         return SparseSketch(64, _ROWS, 4, seed=0, device=device, dtype=A.dtype)
@@ -154,26 +145,6 @@ def _checks(device: str) -> Iterator[Check]:
         yield Check(
             "signs", f"{law}_block", drawn, drawn_exactly, lambda dtype: [torch.zeros(1, device=device).to(dtype)]
         )
-
-
-def _token_checks(device: str) -> Iterator[Check]:
-    for scaled in (False, True):
-
-        def operands(dtype: torch.dtype, scaled: bool = scaled) -> list[Tensor]:
-            q, k, v = (torch.rand(2, 3, 1, width, device=device).to(dtype) for width in (64, 64, 48))
-            state = torch.rand(2, 3, 64, 49, device=device)
-            return [q, k, v, state, *(torch.randn(2, 3, 1, device=device) for _ in range(2 * scaled))]
-
-        def attended(*operands: Tensor, function: Callable[..., Any] = continued_attention) -> Tensor:
-            q, k, v, state, *exponents = operands
-            scale, units = exponents or (None, None)
-            y, new_state, _ = function(q, k, v, scale, state, units)
-            # Output and state have entries of about one size.
-            return torch.cat([y.double().flatten(), new_state.double().flatten()])
-
-        exact = partial(attended, function=reference_attention.continued_attention)
-        case = f"one token{', exponents' if scaled else ''}"
-        yield Check("attention", case, attended, exact, operands)
 
 
 def _sketched_checks(device: str) -> Iterator[Check]:

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from panther.kernels import causal_linear_attention, hadamard_transform
+from panther.kernels import causal_linear_attention
 from panther.kernels.ops._crossover import using_path
 from torch import Tensor, nn
 
@@ -104,7 +104,6 @@ def host_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         layer = RandMultiHeadAttention(_HEAD_DIM, 1, _FEATURES, kernel_fn=kernel, iscausal=True, seed=0)
         function = partial(_self_attention, layer.to(device, dtype))
         yield Case(f"RandMultiHeadAttention, {kernel}, causal", function, x, "nn.MultiheadAttention, causal")
-    yield Case("hadamard_transform, 64 x 64", lambda q: hadamard_transform(q), q)
 
 
 def _self_attention(layer: RandMultiHeadAttention, x: Tensor) -> Tensor:

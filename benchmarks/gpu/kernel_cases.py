@@ -14,7 +14,6 @@ import torch
 from panther.kernels._triton import (
     attention,
     folded,
-    hadamard,
     quantized,
     quantized_few_rows,
     signs,
@@ -117,17 +116,6 @@ def attend(D: int, E: int, scaled: bool = False) -> Launch:
     return launch
 
 
-def attention_token(D: int, E: int, scaled: bool = False, batch: int = 64) -> Launch:
-    """Attend to a running state with one token."""
-
-    def launch(t: torch.dtype) -> None:
-        q, v, state = meta(batch, 1, D, dtype=t), meta(batch, 1, E, dtype=t), meta(batch, D, E + 1, dtype=F32)
-        c = meta(batch, 1, dtype=F32) if scaled else None
-        attention.step_plan(q, q, v, c, state, c)(q, q, v, c, state, c)
-
-    return launch
-
-
 def quantized_product(rows: int, K: int, N: int, bits: int, rank: int = 0, group_size: int = 128) -> Launch:
     """Multiply by a quantized weight, with a correction and a bias if it has a rank."""
 
@@ -159,10 +147,6 @@ def few_rows(rows: int, K: int, N: int, bits: int, rank: int = 0, group_size: in
         plan(*operands, *steps, *ends)
 
     return launch
-
-
-def transform(N: int, columns: int, batch: int = 4096) -> Launch:
-    return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
 
 
 def gather(m: int, n: int, d: int, vec_nnz: int, transposed: bool = False) -> Launch:
@@ -227,9 +211,6 @@ CASES = [
     Case("attention D 256 E 16", attend(256, 16), precisions=FULL),
     Case("attention D 256, scaled", attend(256, 256, scaled=True), precisions=FULL),
     Case("attention D 33 E 17, scaled", attend(33, 17, scaled=True), (F16, F32), FULL),
-    Case("attention, one token, D 64", attention_token(64, 64), precisions=FULL),
-    Case("attention, one token, D 256 E 128, scaled", attention_token(256, 128, scaled=True, batch=1024), ALL, FULL),
-    Case("attention, one token, D 33 E 17, scaled", attention_token(33, 17, scaled=True), (F16, F32), FULL),
     Case("quantized int4 batch 1, rank 32", quantized_product(1, 4096, 4096, 4, rank=32)),
     Case("quantized int4 batch 512, rank 32", quantized_product(512, 4096, 4096, 4, rank=32), ALL, FULL),
     Case("quantized int8 batch 16, whole rows", quantized_product(16, 4096, 4096, 8, group_size=4096), precisions=FULL),
@@ -249,12 +230,6 @@ CASES = [
     ),
     Case("quantized int7, few rows, odd sizes", few_rows(5, 1001, 777, 7, rank=5, group_size=33), ALL, FULL),
     Case("quantized int4, one row, odd sizes", few_rows(1, 1001, 777, 4, rank=5, group_size=33), ALL, FULL),
-    Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
-    Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
-    Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),
-    Case("hadamard 2^20", transform(1 << 20, 1, batch=16), precisions=FULL),
-    Case("hadamard 2^20 of 64 columns", transform(1 << 20, 64, batch=1), precisions=FULL),
-    Case("hadamard 2^10 of 7 columns", transform(1 << 10, 7), precisions=FULL),
     Case("sparse sketch", gather(65536, 512, 1024, 4), (BF16, F32, F16, torch.float64), FULL),
     Case("sparse sketch, transpose", gather(65536, 512, 1024, 4, transposed=True), precisions=FULL),
     Case("sparse sketch of a vector", gather(65536, 1, 1024, 4), precisions=FULL),

@@ -12,7 +12,7 @@ and :math:`dc_j = k_j \cdot dk_j`. All four are one kernel, ``_attend_kernel``: 
 values, within a chunk; other chunks enter through a state, D x E and D more for the denominator.
 """
 
-__all__ = ["backward_plan", "forward_plan", "step_plan"]
+__all__ = ["backward_plan", "forward_plan"]
 
 import functools
 import math
@@ -24,13 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, has_warpgroups, multiprocessors, next_power_of_2
+from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, has_warpgroups, next_power_of_2
 from ._launch import Launch
 from ._runtime import current_target
 
 _CHUNK = 64  # rows of the smallest chunk, a multiple of the rows of any tile
 _SCAN_BLOCK = 256
-_LARGEST_TOKEN_TILE = 2048  # Larger tiles of a state spill for sm_80 with Triton 3.6.
 
 
 @triton.jit
@@ -277,52 +276,6 @@ def _attend_kernel(
     tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _step_kernel(
-    q, k, v, c, state, units, y, new_state, new_units,
-    D: tl.constexpr, E: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Add the key and value of one token to a state (D, E + 1), whose last column is the denominator, and attend to it.
-
-    A program reads its columns of the state and the last column once, and writes its columns once.
-    """
-    batch = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    inside = (d < D)[:, None] & (e < E)[None, :]
-    first = batch * (D * (E + 1))
-    at = first + d[:, None] * (E + 1) + e[None, :]
-    column = first + d * (E + 1) + E
-    query = tl.load(q + batch * D + d, mask=d < D, other=0.0).to(tl.float32)
-    key = tl.load(k + batch * D + d, mask=d < D, other=0.0).to(tl.float32)
-    value = tl.load(v + batch * E + e, mask=e < E, other=0.0).to(tl.float32)
-    sums = tl.load(state + at, mask=inside, other=0.0)
-    weights = tl.load(state + column, mask=d < D, other=0.0)
-    if SCALED:
-        scale = tl.load(c + batch)
-        unit = tl.load(units + batch)
-        largest = tl.maximum(unit, scale)
-        subtrahend = _subtrahend(largest)
-        # A masked key has no influence, even if it is NaN.
-        key = tl.where(scale == float("-inf"), 0.0, key * tl.exp(scale - subtrahend))
-        value = tl.where(scale == float("-inf"), 0.0, value)
-        decay = tl.exp(unit - subtrahend)
-        sums *= decay
-        weights *= decay
-    sums += key[:, None] * value[None, :]
-    weights += key
-    denominator = tl.sum(query * weights, 0)
-    numerator = tl.sum(query[:, None] * sums, 0)
-    empty = denominator == 0
-    output = tl.where(empty, 0.0, numerator / tl.where(empty, 1.0, denominator))
-    tl.store(y + batch * E + e, output.to(y.dtype.element_ty), mask=e < E)
-    tl.store(new_state + at, sums, mask=inside)
-    if tl.program_id(1) == 0:
-        tl.store(new_state + column, weights, mask=d < D)
-        if SCALED:
-            tl.store(new_units + batch, largest)
-
-
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -400,41 +353,6 @@ def backward_plan(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, c: Tensor | Non
         return dq, dk, dv, None if parts is None else parts.sum(0)
 
     return backward
-
-
-def step_plan(
-    q: Tensor,  # (*batch, 1, D)
-    k: Tensor,  # (*batch, 1, D)
-    v: Tensor,  # (*batch, 1, E)
-    c: Tensor | None,  # (*batch, 1), float32
-    state: Tensor,  # (*batch, D, E + 1), float32
-    units: Tensor | None,  # (*batch, 1), float32
-) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    """Return the function of these operands, none of them empty, that returns the output, the state and its units."""
-    D, E, scaled = q.shape[-1], v.shape[-1], c is not None
-    batch = q.numel() // D
-    BLOCK_D = next_power_of_2(D)
-    BLOCK_E = min(64, max(1, _LARGEST_TOKEN_TILE // BLOCK_D), next_power_of_2(E))
-    while BLOCK_E > 16 and batch * cdiv(E, BLOCK_E) < multiprocessors(q.device):
-        BLOCK_E //= 2
-    launch = Launch(
-        _step_kernel, (batch, cdiv(E, BLOCK_E)), D=D, E=E, SCALED=scaled, BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, num_warps=4
-    )
-    y_shape, state_shape, units_shape = v.shape, state.shape, None if units is None else units.shape
-    ready = _are_ready(*(x for x in (q, k, v, c, state, units) if x is not None))
-
-    def step(
-        q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, state: Tensor, units: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not ready:
-            q, k, v, state = (x.contiguous() for x in (q, k, v, state))
-            c, units = (None if x is None else x.contiguous() for x in (c, units))
-        y, new_state = v.new_empty(y_shape), state.new_empty(state_shape)
-        new_units = None if units_shape is None else state.new_empty(units_shape)
-        launch(q, k, v, c, state, units, y, new_state, new_units)
-        return y, new_state, new_units
-
-    return step
 
 
 def _are_ready(*operands: Tensor, dtype: torch.dtype | None = None) -> bool:

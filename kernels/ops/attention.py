@@ -1,6 +1,6 @@
 """Causal linear attention, by Triton kernels on a GPU and by torch elsewhere."""
 
-__all__ = ["causal_linear_attention", "continued_attention"]
+__all__ = ["causal_linear_attention"]
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor
 from .. import reference
 from .._torch import is_plain_call
 from ..reference.attention import attention_backward, attention_forward, attention_inference
-from ..reference.attention import continued_attention as continued_by_torch
 from ..selection import runs_kernels, use_triton
 from ._plans import Plans, plan_key
 from .attention_operator import check_rows, define_attention
@@ -21,7 +20,6 @@ from .library import (
     check_one_device,
     is_autocasting,
     needs_torch,
-    on_its_device,
     refused_dtype,
 )
 
@@ -91,82 +89,6 @@ def causal_linear_attention(
     ):
         return reference.causal_linear_attention(q, k, v, log_scale)
     return _causal_linear_attention(q, k, v, log_scale)[0]
-
-
-def continued_attention(
-    q: Tensor,  # (*batch, n, D)
-    k: Tensor,  # (*batch, n, D)
-    v: Tensor,  # (*batch, n, E)
-    log_scale: Tensor | None,  # (*batch, n)
-    state: Tensor,  # (*batch, D, E + 1), float32 or float64
-    units: Tensor | None,  # (*batch, 1)
-) -> tuple[Tensor, Tensor, Tensor | None]:  # (*batch, n, E), (*batch, D, E + 1), (*batch, 1)
-    r"""Return causal attention to earlier keys and to these, and the state after them.
-
-    The state is :math:`\sum_j e^{c_j - R} k_j [v_j \mid 1]` over all keys so far, and ``units`` is R, the largest
-    exponent so far. Without exponents both R and ``log_scale`` are None, and with R ``log_scale`` must be given. On a
-    GPU one kernel computes one token, without gradients, for up to 256 features and values of a state in float32; torch
-    takes 12 launches, or 25 with exponents. **No GPU has run the kernel**: Triton's interpreter compares it with
-    float64. The operands are not changed.
-
-    Args:
-        q: Features of the queries, floating.
-        k: Features of the keys.
-        v: Values.
-        log_scale: The exponents c of the keys, -inf for a masked key.
-        state: The sums over earlier keys.
-        units: The largest exponent of earlier keys, -inf if there is none.
-
-    Cost: for one token, ``4 D (E + 1)`` flops for each batch entry; the kernel reads the state once and writes it once.
-
-    Example:
-        >>> q = k = torch.ones(1, 2)
-        >>> y, state, _ = continued_attention(
-        ...     q, k, torch.tensor([[3.0]]), None, torch.zeros(2, 2), None
-        ... )
-        >>> continued_attention(q, k, torch.tensor([[5.0]]), None, state, None)[
-        ...     0
-        ... ]
-        tensor([[4.]])
-    """
-    if q.dim() < 2 or q.shape[-2] != 1 or not _reaches_kernel(q, v):
-        return continued_by_torch(q, k, v, log_scale, state, units)
-    operands = q, k, v, log_scale, state, units
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
-        return continued_by_torch(*operands)
-    key = plan_key(None, *operands)
-    plan = _token_plans.get(key)
-    if plan is None:
-        if not _fits_kernel(*operands) or not use_triton("continued_attention", q.device):
-            return continued_by_torch(*operands)
-        from .._triton.attention import step_plan
-
-        plan = _token_plans.add(key, on_its_device(step_plan(*operands)))
-    return plan(*operands)
-
-
-# The plans of the Triton kernel for one token.
-_token_plans: Plans[Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = Plans()
-
-
-def _fits_kernel(
-    q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, state: Tensor, units: Tensor | None
-) -> bool:
-    """Return whether the kernel takes these shapes, dtypes and devices."""
-    batch, D, E = q.shape[:-2], q.shape[-1], v.shape[-1]
-    exponents = [x for x in (log_scale, units) if x is not None]
-    return (
-        0 not in batch
-        and (log_scale is None) == (units is None)
-        and k.shape == q.shape
-        and v.shape == (*batch, 1, E)
-        and state.shape == (*batch, D, E + 1)
-        and all(x.shape == (*batch, 1) and x.dtype is torch.float32 for x in exponents)
-        and state.dtype is torch.float32
-        and k.dtype in KERNEL_DTYPES
-        and v.dtype in KERNEL_DTYPES
-        and len({x.device for x in (q, k, v, state, *exponents)}) == 1
-    )
 
 
 def _reaches_kernel(q: Tensor, *operands: Tensor) -> bool:

@@ -64,9 +64,11 @@ def continued_attention(
     state: Tensor,  # (*batch, D, E + 1), float32 or float64
     units: Tensor | None,  # (*batch, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (*batch, n, E), (*batch, D, E + 1), (*batch, 1)
-    """Compute ``continued_attention`` of the operators in torch, differentiable any number of times.
+    r"""Return causal attention to earlier keys and to these, and the state after them.
 
-    A single row takes one product with the state.
+    The state is :math:`\sum_j e^{c_j - R} k_j [v_j \mid 1]` over all keys so far, and ``units`` is R, the largest
+    exponent so far, -inf without keys. Without exponents both R and ``log_scale`` are None. A single row takes one
+    product with the state. The operands are not changed.
     """
     n = q.shape[-2]
     if n == 0:

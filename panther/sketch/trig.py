@@ -26,9 +26,8 @@ class SRHT(SketchingOperator):
     n columns of the identity, need d of the order of n log n.
 
     Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; to apply to an (m, n) matrix, ``8 N log2(N) n``
-    flops in products with small Hadamard matrices, or ``N log2(N) n`` by the kernel of
-    :func:`~panther.kernels.hadamard_transform` on a GPU, and three times N n numbers of memory. Half precision is
-    computed in float32.
+    flops in products with small Hadamard matrices, and three times N n numbers of memory. Half precision is computed in
+    float32.
 
     Example:
         >>> S = SRHT(100, 1000, seed=0)

@@ -61,7 +61,6 @@ def operator(name):
         "folded_matmul": lambda x: ops.folded_matmul(x, S1, U1[0], S2, U2[:, 0], None, 0.5)[0],
         "sketched_inner": lambda x: ops.sketched_inner(x, S1, U2, 0.5).repeat(1, WIDTH // (2 * RANK)),
         "sketched_outer": lambda x: ops.sketched_outer(x[:, : 2 * RANK].contiguous(), U1, S2, None),
-        "hadamard_transform": lambda x: ops.hadamard_transform(x),
     }[name]
 
 
@@ -129,7 +128,7 @@ FUNCTIONS = {
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),
     "_SumTogether": lambda: lambda x: collectives._SumTogether.apply(None, x)[0],
 }
-OPERATORS = ("sketched_matmul", "folded_matmul", "sketched_inner", "sketched_outer", "hadamard_transform")
+OPERATORS = ("sketched_matmul", "folded_matmul", "sketched_inner", "sketched_outer")
 ATTENTIONS = ("causal_linear_attention", "windowed_linear_attention")
 FUNCTIONS |= {name: partial(operator, name) for name in OPERATORS} | {
     name: partial(attention, name) for name in ATTENTIONS

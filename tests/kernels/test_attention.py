@@ -12,12 +12,9 @@ from attention_kernels import (
 from covering import half_of
 from panther.kernels import causal_linear_attention, reference
 from panther.kernels.ops import attention as planned
-from panther.kernels.ops.attention import continued_attention
 from panther.kernels.reference import attention as chunked
 from tolerances import assert_close
 from torch.autograd import forward_ad
-
-from panther.nn import RandMultiHeadAttention
 
 # Triton 3.6 interprets a loop's bounds in a way that numpy 2 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -516,77 +513,19 @@ def test_chunks_continue_a_state(chunks, with_scale):
     assert units is None or torch.equal(absorbed_units, units)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("scaled", "D", "E"), [(False, 5, 3), (True, 5, 3), (True, 1, 70), (False, 33, 1), (True, 256, 20)]
-)
-def test_the_kernel_of_one_token(device, dtype, scaled, D, E):
-    """Some tokens after a state, against float64, with masked keys, and operands that are not contiguous."""
-    tokens = 3
-    *wide, c = operands(2, 3, n=7, D=D, E=E, scaled=True, device=device, grad=False)
-    q, k, v = (x.to(dtype) for x in wide)
-    c = c if scaled else None
-    exact = naive(q.double(), k.double(), v.double(), None if c is None else c.double())
-    state = torch.zeros(2, 3, E + 1, D, device=device).mT
-    units = None if c is None else torch.full((2, 3, 1), -INF, device=device)
-    first = None if c is None else c[..., :-tokens]
-    state, units = chunked.absorb_keys(*(x[..., :-tokens, :].float() for x in (k, v)), first, state, units)
-    for i in range(-tokens, 0):
-        one = slice(i, i + 1 or None)
-        scale = None if c is None else c[..., one]
-        first_state = state.clone()
-        y, new_state, new_units = continued_attention(*(x[..., one, :] for x in (q, k, v)), scale, state, units)
-        assert y.dtype is dtype
-        assert torch.equal(state, first_state)
-        assert_close(y, exact[..., one, :], dtype)
-        expected = chunked.absorb_keys(k[..., one, :], v[..., one, :], scale, state, units)
-        assert_close(new_state, expected[0].double(), torch.float32)
-        assert units is None or torch.equal(new_units, expected[1])
-        state, units = new_state, new_units
-    assert planned._token_plans
-
-
-@pytest.mark.parametrize("kernel_fn", ["hermite", "softmax", "relu"])
-def test_layers_read_token_by_token_with_the_kernel(device, kernel_fn, monkeypatch):
-    layer = RandMultiHeadAttention(12, 3, 8, kernel_fn=kernel_fn, iscausal=True, seed=0, device=device).eval()
-    x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(0)).to(device)
-    with torch.no_grad():
-        state = layer.init_state(2)
-        tokens = []
-        for token in x.split(1, 1):
-            y, state = layer.step(token, state)
-            tokens.append(y)
-        assert planned._token_plans
-        monkeypatch.setenv("PANTHER_KERNELS", "auto")  # The kernels do not take float64.
-        assert_close(torch.cat(tokens, 1), layer.double()(x.double(), x.double(), x.double())[0], torch.float32)
-
-
-def test_a_token_that_the_kernel_does_not_take(device):
-    q, k, v, c = operands(2, n=1, D=4, E=3, scaled=True, device=device)
-    state, units = torch.zeros(2, 4, 4, device=device), torch.zeros(2, 1, device=device)
-    y, _, _ = continued_attention(q, k, v, c, state, units)
-    assert y.requires_grad
-    with torch.no_grad():
-        for dtype in (torch.float32, torch.float64):  # not a state in float32
-            args = (q.to(dtype), k.to(dtype), v.to(dtype), c.double(), state.double(), units.double())
-            assert_close(continued_attention(*args)[0], y.double(), torch.float32)
-        continued_attention(q[:0], k[:0], v[:0], c[:0], state[:0], units[:0])
-    assert not planned._token_plans
-
-
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_masked_token_changes_nothing(device, scaled):
-    q, k, v = operands(2, n=1, D=4, E=3, device=device, grad=False)
-    state, units = torch.rand(2, 4, 4, device=device), torch.zeros(2, 1, device=device)
+def test_a_masked_token_changes_nothing(scaled):
+    q, k, v = operands(2, n=1, D=4, E=3, grad=False)
+    state, units = torch.rand(2, 4, 4), torch.zeros(2, 1)
     if not scaled:
-        y, state_after, _ = continued_attention(0 * q, k, v, None, state, None)
+        y, state_after, _ = chunked.continued_attention(0 * q, k, v, None, state, None)
         assert torch.equal(y, torch.zeros_like(y))  # a denominator of 0
         assert_close(
             state_after, (state.double() + k.double().mT @ torch.nn.functional.pad(v.double(), (0, 1), value=1))
         )
         return
     masked = torch.full_like(units, -INF)
-    y, state_after, units_after = continued_attention(q, k * torch.nan, v * torch.nan, masked, state, units)
+    y, state_after, units_after = chunked.continued_attention(q, k * torch.nan, v * torch.nan, masked, state, units)
     assert torch.equal(state_after, state)
     assert torch.equal(units_after, units)
     assert y.isfinite().all()

@@ -17,7 +17,6 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from panther.kernels._triton import _launch  # noqa: E402
 from panther.kernels.ops._crossover import using_path  # noqa: E402
-from panther.kernels.ops.attention import continued_attention  # noqa: E402
 from triton.knobs import HookChain  # noqa: E402
 
 from benchmarks.gpu.kernel_cases import CASES  # noqa: E402
@@ -128,9 +127,6 @@ def compare_attention(generator):
         q, k, v = (random_operand(draw, n, width, dtype).requires_grad_() for width in (D, D, E))
         c = draw.choice((None, torch.empty(n, requires_grad=True)))
         kernels.causal_linear_attention(q, k, v, c).backward(random_operand(draw, n, E, dtype))
-        token = (q[:1], k[:1], v[:1], None if c is None else c[:1])
-        with torch.no_grad():
-            continued_attention(*token, torch.empty(D, E + 1), None if c is None else torch.empty(1))
 
 
 def main():

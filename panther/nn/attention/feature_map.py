@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from panther._hints import explain_keywords_of_class
 from panther.errors import ShapeError, SketchMismatchError, check_size
-from panther.kernels.ops.attention import continued_attention
-from panther.kernels.reference.attention import absorb_keys, no_autocast
+from panther.kernels.reference.attention import absorb_keys, continued_attention, no_autocast
 from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
