@@ -1,6 +1,5 @@
 import json
 import os
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -309,65 +308,6 @@ def test_saving_again_replaces_and_leaves_nothing_beside(folder):
     pr.save_compressed(model, folder)
     assert same(state(pr.load_compressed(folder, unsketched())), state(model))
     assert sorted(file.name for file in folder.iterdir()) == ["model.safetensors", "panther.json"]
-
-
-def filled(value):
-    model = sketched()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
-
-
-def values_in(folder):
-    """Load the folder, and return the values of its parameters, which are all the same in a whole model."""
-    model = pr.load_compressed(folder, unsketched())
-    return {value for parameter in model.parameters() for value in parameter.unique().tolist()}
-
-
-@pytest.mark.skipif(os.name == "nt", reason="a process is forked")
-def test_a_kill_between_any_two_renames_leaves_the_old_or_the_new_model(tmp_path):
-    pr.save_compressed(filled(0.0), tmp_path)
-    outcomes = []
-    for renames in range(6):
-        child = os.fork()
-        if not child:
-            replace, count = os.replace, [0]
-
-            def dying(source, target, replace=replace, count=count, renames=renames):
-                if count[0] == renames:
-                    os._exit(9)
-                count[0] += 1
-                replace(source, target)
-
-            os.replace = dying
-            pr.save_compressed(filled(renames + 1.0), tmp_path)
-            os._exit(0)
-        os.waitpid(child, 0)
-        outcomes += values_in(tmp_path)
-    # Two renames before the manifest's own, and one after it.
-    assert outcomes == [0.0, 0.0, 3.0, 4.0, 5.0, 6.0]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "panther.json"]
-
-
-def test_of_savers_at_the_same_time_the_last_one_wins_and_readers_see_whole_models(tmp_path):
-    errors = []
-
-    def save(value):
-        try:
-            for _ in range(5):
-                pr.save_compressed(filled(value), tmp_path)
-        except BaseException as error:
-            errors.append(error)
-
-    pr.save_compressed(filled(0.0), tmp_path)
-    threads = [threading.Thread(target=save, args=(float(value),)) for value in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert len(values_in(tmp_path)) == 1
-    assert errors == []
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "panther.json"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links and FIFOs of POSIX")
