@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.harness import figure, main, print_table, write_csv
 from panther.distributed import ClusterSpec, ModelStats, ParallelismPlan, launch, plan_parallelism
-from panther.distributed.advisor.statistics.measured import plain_transformer
+from panther.distributed.advisor.measured import plain_transformer
 from panther.errors import PerformanceWarning
 from panther.train.history import peak_memory
 

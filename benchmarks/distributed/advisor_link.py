@@ -24,7 +24,7 @@ from benchmarks.distributed import advisor
 from benchmarks.distributed.advisor import BATCH, LAYOUTS, SIZES, SKETCH, SMALL, chosen_plan
 from benchmarks.harness import RESULTS, ROOT, figure, print_table, test_support, write_csv
 from panther.distributed import ClusterSpec, ModelStats, get_rank, init, shutdown
-from panther.distributed.advisor.cost.model import estimate
+from panther.distributed.advisor.cost import estimate
 
 two_nodes = test_support("two_nodes")
 

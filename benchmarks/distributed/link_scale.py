@@ -2,7 +2,7 @@
 
 Speeds of the processor and of the link are those that advisor_link.py measured over two nodes, kept in
 ``results/cluster-link-RATE.json``. Everything beyond two devices is extrapolated, by the formulas of
-panther/distributed/advisor/cost/model.py: nobody ran it. A device has as many samples as in the trial: the batch
+panther/distributed/advisor/cost.py: nobody ran it. A device has as many samples as in the trial: the batch
 grows with the devices.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.distributed.trial_link import BATCH, SHAPE
 from benchmarks.harness import RESULTS, figure, print_table, write_csv
 from benchmarks.train import trial_text
 from panther.distributed import ClusterSpec, ModelStats
-from panther.distributed.advisor.cost.model import Layout, estimate
+from panther.distributed.advisor.cost import Layout, estimate
 
 DEVICES = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LINKS = {"100 Mbit/s": "100-mbit", "1 Gbit/s": "1-gbit"}

@@ -23,8 +23,8 @@ from panther._hints import missing_name
 if TYPE_CHECKING:
     from . import checkpoint
     from .advisor.cluster import ClusterSpec
+    from .advisor.model_stats import ModelStats
     from .advisor.plan import ParallelismPlan, plan_parallelism
-    from .advisor.statistics.model_stats import ModelStats
     from .comm.bandwidth import CommunicationProfile, DeviceUtilization, profile_communication_overhead
     from .comm.collectives import ReduceOp, all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # PEP 562: torch's pipelines and DTensor take as long to import as torch itself, and a launcher needs neither.
 _MODULES = {
     "advisor.cluster": ("ClusterSpec",),
-    "advisor.statistics.model_stats": ("ModelStats",),
+    "advisor.model_stats": ("ModelStats",),
     "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
     "comm.bandwidth": ("CommunicationProfile", "DeviceUtilization", "profile_communication_overhead"),
     "comm.collectives": ("ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),

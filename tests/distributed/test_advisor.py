@@ -6,7 +6,7 @@ from covering import half_of
 
 import panther as pr
 from panther.distributed import ModelStats, choose_parallelism_strategy
-from panther.distributed.advisor.statistics.measured import _loss_of_tokens, plain_transformer
+from panther.distributed.advisor.measured import _loss_of_tokens, plain_transformer
 
 
 def guide(model_size, num_gpus, memory_per_gpu):

@@ -1,7 +1,6 @@
 """Speeds of a cluster: measured over ranks, kept in a file, and used by the cost model."""
 
 import json
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,9 @@ from ranks import on_ranks
 from torch import nn
 
 from panther.distributed import ClusterSpec, ModelStats, plan_parallelism
-from panther.distributed.advisor.cost.model import Layout, estimate
-from panther.distributed.advisor.statistics.fake_run import WorkCounter
-from panther.errors import PerformanceWarning, ShapeError
+from panther.distributed.advisor.cost import Layout, estimate
+from panther.distributed.advisor.fake_run import WorkCounter
+from panther.errors import ShapeError
 from panther.nn import SKLinear
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -29,7 +28,7 @@ def test_ranks_measure_the_same_speeds(monkeypatch):
     assert (first.gpus, first.nodes, first.measured_gpus) == (2, 1, 2)
     assert [name for name, *_ in first.collectives] == [f"intra {name}" for name in OPERATIONS]
     assert all(latency >= 0 and bandwidth > 0 for _, latency, bandwidth in first.collectives)
-    assert first.bandwidth(2, "all_gather") == first.collectives[1][2]
+    assert first.speed(2, "all_gather") == first.collectives[1][1:]
     assert 0 <= first.overlap <= 1
 
 
@@ -60,7 +59,7 @@ def test_tensor_parallelism_takes_the_time_of_its_own_collectives():
     sums = sum(layer.tp_calls for layer in layers) - gathers
     assert (gathered, gathers) == (batch * 4096 / 2 * 4, 1)
     assert (summed, sums) == (batch * (2 * 2 * 3 + 64) * 4, 3)
-    speeds = {"tp all_reduce": (1e-3, 1e6), "tp all_gather": (2e-3, 2e6)}
+    speeds = {"all_reduce": (1e-3, 1e6), "all_gather": (2e-3, 2e6)}
 
     def seconds(**named):
         collectives = tuple((f"intra {name}", *speed) for name, speed in named.items())
@@ -71,9 +70,7 @@ def test_tensor_parallelism_takes_the_time_of_its_own_collectives():
         return sums * 2 * reduce[0] + summed / reduce[1] + gathers * gather[0] + gathered / gather[1]
 
     assert seconds(**speeds) == pytest.approx(expected(*speeds.values()))
-    # Files of earlier measurements have those of all layouts, and data sheets one for all.
-    plain = {name.removeprefix("tp "): speed for name, speed in speeds.items()}
-    assert seconds(**plain) == pytest.approx(expected(*speeds.values()))
+    # Data sheets have one speed for all.
     assert seconds() == pytest.approx(expected((4e-3, 1e7), (4e-3, 1e7)))
 
 
@@ -84,6 +81,11 @@ def test_a_file_keeps_the_figures(tmp_path):
     assert ClusterSpec.load(tmp_path / "cluster.json") == measured
     larger = ClusterSpec.load(tmp_path / "cluster.json", gpus=64, memory_bytes=8e9)
     assert larger == replace(measured, gpus=64, memory_bytes=8e9)
+    # Earlier versions measured more figures.
+    earlier = json.loads((tmp_path / "cluster.json").read_text())
+    earlier |= {"memory_bandwidth": 1.0, "operation_bandwidth": 3.0, "narrow_products": [[4, 3.0]]}
+    (tmp_path / "cluster.json").write_text(json.dumps(earlier))
+    assert ClusterSpec.load(tmp_path / "cluster.json") == replace(measured, memory_bandwidth=3.0)
 
 
 def test_a_plan_says_where_its_times_are_from():
@@ -112,10 +114,6 @@ def test_a_plan_says_where_its_times_are_from():
             '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "collectives": [["intra x", 1]]}',
             "collectives has the entry",
         ),
-        (
-            '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "narrow_products": [[8, 1], [4, 2]]}',
-            "must be pairs of a size and a factor above 0, by size",
-        ),
         ('{"format": "panther-cluster-1", "gpus": "3", "memory_bytes": 1}', "has a figure that is not valid"),
         (
             '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "collectives": 5}',
@@ -143,27 +141,8 @@ def test_work_is_counted_by_operation():
         c.t().reshape(7, 3)
         c + 1
         c.add_(1)
-    products, made = work.take()
-    assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21), (3, 5, 7))]
-    assert (work.moved, made) == (4 * 21 * (2 + 2), [4 * 21] * 3)  # the transposed view is no work
-    assert work.take() == ([], [])
-
-
-def test_narrow_products_take_longer():
-    """Those of a sketched layer are as narrow as its sketch, whatever the batch is."""
-    with warnings.catch_warnings(action="ignore", category=PerformanceWarning):
-        model = nn.Sequential(SKLinear(64, 32, 8), nn.Linear(32, 16))
-    stats = ModelStats.of(model, torch.ones(2, 64))
-    sketched, dense = ([product.narrowest for product in layer.products] for layer in stats.layers)
-    assert set(sketched) == {8}
-    assert set(dense) == {16}
-    cluster = ClusterSpec.preset("cpu", 1, narrow_products=((4, 4.0), (16, 1.0)))
-    assert [cluster.slowdown(size) for size in (0, 2, 4, 8, 16, 99)] == pytest.approx([1, 4, 4, 2, 1, 1])
-    flops = sum(product.times * product.flops.at(2) for product in stats.layers[0].products)
-    longer, usual = (
-        estimate(stats, c, Layout(), 2).seconds["compute"] for c in (cluster, replace(cluster, narrow_products=()))
-    )
-    assert longer - usual == pytest.approx(flops / cluster.flops(4))
+    assert (work.flops, work.calls, work.made) == (2 * 3 * 5 * 7, 3, [4 * 21] * 3)  # the transposed view is no work
+    assert work.moved == 4 * (15 + 35 + 21) + 4 * 21 * (2 + 2)
 
 
 def test_time_follows_from_flops_bytes_and_operations():

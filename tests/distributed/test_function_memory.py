@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import panther as pr
 from panther import kernels
 from panther.compression.calibration import steps
-from panther.distributed.advisor.cost.model import Layout, estimate
-from panther.distributed.advisor.statistics.model_stats import ModelStats
+from panther.distributed.advisor.cost import Layout, estimate
+from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.comm import collectives
 from panther.distributed.data.strategies import fsdp_blocks
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import panther as pr
 from panther.distributed import ClusterSpec, ModelStats, checkpoint, launch
-from panther.distributed.advisor.cost.model import Layout, estimate
+from panther.distributed.advisor.cost import Layout, estimate
 
 pytestmark = [
     pytest.mark.distributed,

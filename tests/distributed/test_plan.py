@@ -14,16 +14,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from panther import optim
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost.model import Layout, estimate
-from panther.distributed.advisor.cost.rank import order_of
+from panther.distributed.advisor.cost import Layout, estimate
+from panther.distributed.advisor.measured import plain_transformer
+from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.advisor.plan import ParallelismPlan, plan_parallelism
 from panther.distributed.advisor.reasons import Option
-from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
-from panther.distributed.advisor.statistics.measured import plain_transformer
-from panther.distributed.advisor.statistics.model_stats import ModelStats
-from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError, DistributedError, ShapeError
 from panther.nn import LowRankLinear, SKLinear
 
@@ -152,8 +148,11 @@ def compare(kind, layout, **options):
     for number, measured in enumerate(results):
         parts = predicted.stages[number // layout.tp % layout.pp].parts()
         for name in EXACT:
-            assert measured[name] == pytest.approx(parts[name], rel=0.01), name
-        assert measured["activations"] == pytest.approx(parts["activations"], rel=0.1)
+            assert measured[name] == pytest.approx(parts[name], rel=0.02), name
+        if layout.schedule == "interleaved":  # an upper bound
+            assert measured["activations"] <= parts["activations"] <= 2 * measured["activations"]
+        else:
+            assert measured["activations"] == pytest.approx(parts["activations"], rel=0.1)
         assert measured["loss"] == measured["loss"]
         sent.append(sum(measured["sent"].values()) - (16 if layout.pp > 1 else 0))  # the trainer's mean loss
     payload = sum(traffic.payload for traffic in predicted.traffic)
@@ -251,24 +250,6 @@ def test_eight_real_processes(layout):
     compare("perceptron", layout)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped_bfs", "interleaved"])
-@pytest.mark.parametrize(("ranks", "m"), [(2, 2), (2, 8), (4, 8), (8, 16)])
-def test_bubbles_are_those_of_the_formula(name, ranks, m):
-    work = SCHEDULES[name].stages_per_rank * m
-    assert order_of(name, ranks, m).bubble == pytest.approx((ranks - 1) / (work + ranks - 1))
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
-def test_microbatches_that_a_schedule_does_not_support_are_refused(name):
-    with pytest.raises(ShapeError, match="microbatches on 2 ranks"):
-        order_of(name, 2, 5)
-
-
-@pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipev"])
-def test_zero_bubble_schedules_wait_less(name):
-    assert order_of(name, 4, 16).bubble < 0.5 * order_of("interleaved", 4, 16).bubble
-
-
 def test_a_sketched_pair_sends_2r_numbers_a_row_and_a_dense_one_its_width():
     def sent(*pair):
         model = nn.Sequential(nn.LayerNorm(64), pair[0], nn.ReLU(), pair[1])
@@ -304,7 +285,6 @@ def test_recomputed_blocks_and_schedules_that_split_the_backward_pass():
     )
     assert (plan.mixed_precision, plan.activation_checkpointing) == ("bf16", "selective")
     assert {option.layout.schedule for option in plan.options} == {None, "1f1b", "interleaved"}
-    assert "zero_bubble were not considered: they recompute blocks twice, or do not support it" in plan.notes
     with pytest.raises(ConfigError, match="activation_checkpointing='full' needs blocks"):
         ModelStats.of(nn.Linear(4, 4), torch.ones(2, 4), activation_checkpointing="full")
     with pytest.raises(
@@ -460,6 +440,7 @@ def test_what_is_refused():
         (ValueError, "schedule 'fast' is unknown", lambda: plan_it(model, cluster, schedules=("fast",))),
         (ShapeError, "batch=3 cannot be divided over 2 ranks", lambda: plan_it(nn.Linear(64, 2), cluster, batch=3)),
         (ShapeError, "batch=0 must be at least 1", lambda: plan_it(model, cluster, batch=0)),
+        (ValueError, "optimizer_states=-1 must be a number", lambda: plan_it(model, cluster, optimizer_states=-1)),
         (ValueError, "preset 'tpu' is unknown", lambda: ClusterSpec.preset("tpu", 1)),
         (ShapeError, "gpus=0 must be at least 1", lambda: ClusterSpec.preset("cpu", 0)),
         (ValueError, "memory_bytes=0 must be positive", lambda: ClusterSpec(gpus=1, memory_bytes=0)),
@@ -511,7 +492,7 @@ def test_a_rank_of_a_thousand_fake_ones(layout):
         measured = train(applied, torch.randn(2, 1024), torch.zeros(2, 1024), nn.MSELoss())
     parts = predicted.memory.parts()
     for name in EXACT:
-        assert measured[name] == pytest.approx(parts[name], rel=0.01), name
+        assert measured[name] == pytest.approx(parts[name], rel=0.02), name
     assert measured["activations"] == pytest.approx(parts["activations"], rel=0.1)
     payload = sum(traffic.payload for traffic in predicted.traffic)
     assert sum(measured["sent"].values()) == pytest.approx(payload, rel=0.1)
@@ -530,75 +511,3 @@ def test_a_billion_parameters_that_have_no_values(dp, tp, strategy):
     with pretended(1024):
         plan_of_one(predicted).apply(model)
         assert storages(model.parameters()) == pytest.approx(predicted.memory.parameters, rel=0.01)
-
-
-def linear_layers():
-    """Return a tall, a square and a wide matrix, and one with few rows."""
-    torch.manual_seed(0)
-    sizes = [(64, 128), (128, 128), (128, 9), (9, 9), (9, 96)]
-    return nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())), nn.Linear(96, 9))
-
-
-def hidden(name, layer):
-    return isinstance(layer, nn.Linear) and name != "10"
-
-
-OPTIMIZERS = {
-    "sketched": lambda m: optim.SketchedAdamW(optim.sketched_param_groups(m, rank=4), rank=4, seed=0),
-    "projected": lambda m: optim.SketchedAdamW(
-        optim.sketched_param_groups(m, rank=4), rank=4, update="projected", seed=0
-    ),
-    "muon": lambda m: optim.MuonAdamW(optim.param_groups(m, lr=1e-3, include=hidden)),
-    "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
-    "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_states_of_an_optimizer_are_predicted(name):
-    make = OPTIMIZERS[name]
-    states = OptimizerStates.of(linear_layers(), make)
-    stats = ModelStats.of(linear_layers(), torch.ones(1, 64), loss_fn=lambda y: y.square().mean())
-    layouts = [Layout(dp=2, strategy="ddp")]
-    if name != "adafactor":  # torch's takes no shards
-        layouts += [
-            Layout(dp=2, strategy="fsdp"),
-            Layout(dp=2, replicate=2, strategy="fsdp"),
-            Layout(dp=4, strategy="fsdp"),
-            Layout(dp=2, tp=2, strategy="fsdp"),
-            Layout(tp=2, strategy="replicate"),
-        ]
-
-    def run(predicted):
-        model = plan_of_one(predicted).apply(linear_layers())
-        optimizer = make(model)
-        model(torch.randn(2, 64)).square().mean().backward()
-        optimizer.step()
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        return storages(value.to_local() if hasattr(value, "to_local") else value for value in values)
-
-    for layout in layouts:
-        cluster = ClusterSpec.preset("cpu", layout.world)
-        predicted = estimate(stats, cluster, layout, 8, optimizer_states=states)
-        state_bytes = on_ranks(lambda predicted=predicted: run(predicted), layout.world)
-        assert max(state_bytes) == pytest.approx(predicted.memory.optimizer, rel=0.1), (name, layout)
-
-
-def test_a_plan_takes_a_function_that_makes_an_optimizer():
-    cluster = ClusterSpec.preset("cpu", 2)
-    arguments = {"batch": 8, "sample_input": torch.ones(1, 64)}
-    adam, sketched = (
-        plan_parallelism(linear_layers(), cluster, optimizer_states=states, **arguments).best.estimate
-        for states in (2, OPTIMIZERS["sketched"])
-    )
-    assert sketched.memory.optimizer < 0.3 * adam.memory.optimizer
-    assert sketched.seconds["optimizer"] < adam.seconds["optimizer"]
-    stats = ModelStats.of(linear_layers(), torch.ones(1, 64))
-    with pytest.raises(TypeError, match="optimizer_states is a function, which needs the module"):
-        plan_parallelism(stats, cluster, batch=8, optimizer_states=OPTIMIZERS["muon"])
-    with pytest.raises(ConfigError, match="LBFGS takes no step on tensors without values"):
-        plan_parallelism(
-            linear_layers(), cluster, optimizer_states=lambda m: torch.optim.LBFGS(m.parameters()), **arguments
-        )
-    with pytest.raises(ShapeError, match="optimizer_states=-1 must be at least 0"):
-        plan_parallelism(linear_layers(), cluster, optimizer_states=-1, **arguments)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import panther as pr
 from panther._torch import has_hooks
 from panther.distributed import ClusterSpec, CommunicationCounter, ModelStats, get_world_size, plan_parallelism
-from panther.distributed.advisor.cost.model import Estimate, Layout, MemoryEstimate, estimate
+from panther.distributed.advisor.cost import Estimate, Layout, MemoryEstimate, estimate
+from panther.distributed.advisor.measured import plain_transformer
 from panther.distributed.advisor.reasons import Option, preferred
-from panther.distributed.advisor.statistics.measured import plain_transformer
 from panther.distributed.comm.mesh import physical_memory
 from panther.errors import ConfigError
 from panther.nn import SKLinear

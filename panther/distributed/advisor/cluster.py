@@ -2,9 +2,7 @@
 
 __all__ = ["ClusterSpec", "optimizer_bytes"]
 
-import bisect
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +32,8 @@ class ClusterSpec:
 
     Example:
         >>> cluster = ClusterSpec.preset("h100-80gb", gpus=16)
-        >>> cluster.nodes, cluster.bandwidth(8), cluster.bandwidth(16)
-        (2, 450000000000.0, 50000000000.0)
+        >>> cluster.nodes, cluster.speed(8), cluster.speed(16)
+        (2, (5e-06, 450000000000.0), (1.5e-05, 50000000000.0))
     """
 
     gpus: int
@@ -63,22 +61,16 @@ class ClusterSpec:
     usable: float = 0.9
     """Share of the memory that a plan may use; the rest is reserved for workspace, the driver and fragmentation."""
     memory_bandwidth: float = 3.35e12
-    """Bytes per second that a device reads and writes."""
-    operation_bandwidth: float | None = None
-    """Bytes per second of operations other than matrix products, such as GELU; None is ``memory_bandwidth``."""
+    """Bytes per second that operations on a device read and write."""
     operation_seconds: float = 0.0
     """Time of an operation that does not depend on its size; 0 if devices queue operations faster than they run."""
     host_seconds: float = 0.0
     """Time in which the host of a GPU queues an operation, while the GPU runs earlier ones."""
     optimizer_bandwidth: float | None = None
     """Bytes per second that the optimizer's step reads and writes; None is ``memory_bandwidth``."""
-    narrow_products: tuple[tuple[float, float], ...] = ()
-    """Slowdown of matrix products with a small size, relative to ``peak_flops``: pairs of the smallest size of the
-    product (for a sketched layer, the sketch size) and a factor, sorted by size. Factors are interpolated."""
     collectives: tuple[tuple[str, float, float], ...] = ()
-    """Latency and bandwidth of single collectives, for links within nodes (``"intra all_gather"``), between nodes
-    (``"inter all_gather"``) and for tensor parallelism (``"intra tp all_gather"``). Tensor parallelism without an entry
-    uses the entry of the collective, and a collective without an entry the latency and bandwidth of the link."""
+    """Latency and bandwidth of single collectives, for links within nodes (``"intra all_gather"``) and between nodes
+    (``"inter all_gather"``). A collective without an entry has the latency and bandwidth of the link."""
     measured_gpus: int = 0
     """Number of devices on which :meth:`measure` measured the speeds; 0 if they are from data sheets, so that predicted
     times are good for a ranking only."""
@@ -88,7 +80,7 @@ class ClusterSpec:
         check_size("gpus_per_node", self.gpus_per_node, least=1)
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if isinstance(field.default, tuple) or (value is None and field.default is None):
+            if field.name == "collectives" or (value is None and field.default is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{field.name} must be a number, not {type(value).__name__}")
@@ -102,12 +94,6 @@ class ClusterSpec:
                 raise ValueError(
                     f"collectives has the entry {entry!r}: it must be a name, a latency and a bandwidth above 0"
                 )
-        pairs = [entry for entry in self.narrow_products if len(entry) == 2 and min(entry) > 0]
-        sizes = [entry[0] for entry in pairs]
-        if len(pairs) < len(self.narrow_products) or sizes != sorted(set(sizes)):
-            raise ValueError(
-                f"narrow_products={self.narrow_products} must be pairs of a size and a factor above 0, by size"
-            )
 
     @classmethod
     def preset(cls, name: str, gpus: int, **changes: Any) -> Self:
@@ -129,8 +115,8 @@ class ClusterSpec:
     def measure(cls, *, repetitions: int = 10, **changes: Any) -> Self:
         """Measure the devices of the current process group and their links. Every rank must call it.
 
-        All ranks multiply matrices in bfloat16 and float32, add vectors, and run small operations and collectives at
-        the same time, so that they share cores, memory and links as in training. A figure is the median over
+        All ranks multiply matrices in bfloat16 and float32, and run other operations, small operations and collectives
+        at the same time, so that they share cores, memory and links as in training. A figure is the median over
         repetitions on the slowest rank. Without a process group, one device is measured.
 
         Args:
@@ -176,14 +162,17 @@ class ClusterSpec:
             raise ValueError(f"{path} is not a file of ClusterSpec.save: it is not JSON ({error})") from error
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
             raise ValueError(f'{path} is not a file of ClusterSpec.save: it has no "format": {_FORMAT!r}')
+        # Earlier versions measured additions as memory_bandwidth, and products of narrow matrices.
+        if operation_bandwidth := values.pop("operation_bandwidth", None):
+            values["memory_bandwidth"] = operation_bandwidth
+        values.pop("narrow_products", None)
         field_names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - field_names):
             raise ValueError(f"{path} has fields that ClusterSpec does not have: {', '.join(unknown)}")
         if "gpus" not in values or "memory_bytes" not in values:
             raise ValueError(f"{path} must have gpus and memory_bytes")
         try:
-            for name in ("collectives", "narrow_products"):  # JSON has lists
-                values[name] = tuple(map(tuple, values.get(name, ())))
+            values["collectives"] = tuple(map(tuple, values.get("collectives", ())))  # JSON has lists
             cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} has a figure that is not valid ({error}): measure the cluster again") from None
@@ -204,45 +193,19 @@ class ClusterSpec:
         """Whether the speeds were measured."""
         return self.measured_gpus > 0
 
-    def bandwidth(self, span: int, operation: str = "all_reduce") -> float:
-        """Return the bytes per second along an axis whose groups span this many neighbouring ranks."""
-        return self._speed(span, operation)[1]
+    def speed(self, span: int, operation: str = "all_reduce") -> tuple[float, float]:
+        """Return latency and bandwidth of a collective, along an axis whose groups span this many neighbouring ranks.
 
-    def latency(self, span: int, operation: str = "all_reduce") -> float:
-        """Return the latency of a round, in seconds, along an axis whose groups span this many neighbouring ranks."""
-        return self._speed(span, operation)[0]
-
-    def _speed(self, span: int, operation: str) -> tuple[float, float]:
-        """Return the latency and the bandwidth of a collective, or of its link if the collective was not measured."""
+        They are those of the link if the collective was not measured.
+        """
         link = self.link(span)
         speeds = {name: (latency, bandwidth) for name, latency, bandwidth in self.collectives}
-        speeds["intra"] = self.intra_latency, self.intra_bandwidth
-        speeds["inter"] = self.inter_latency, self.inter_bandwidth
-        names = (f"{link} {operation}", f"{link} {operation.removeprefix('tp ')}", link)
-        return next(speeds[name] for name in names if name in speeds)
+        of_link = (self.intra_latency, self.intra_bandwidth), (self.inter_latency, self.inter_bandwidth)
+        return speeds.get(f"{link} {operation}", of_link[link == "inter"])
 
     def flops(self, dtype_bytes: int) -> float:
         """Return the assumed flops per second for numbers of ``dtype_bytes`` bytes."""
         return (self.peak_flops if dtype_bytes <= 2 else self.peak_flops_fp32) * self.efficiency
-
-    def slowdown(self, narrowest: int) -> float:
-        """Return the slowdown of products with this smallest size, relative to :meth:`flops`; 0 is an unknown size.
-
-        Example:
-            >>> ClusterSpec.preset(
-            ...     "cpu", 1, narrow_products=((4, 3.0), (16, 1.5), (64, 1.0))
-            ... ).slowdown(16)
-            1.5
-        """
-        if not self.narrow_products or narrowest == 0:
-            return 1.0
-        sizes, factors = zip(*self.narrow_products, strict=True)
-        place = bisect.bisect_left(sizes, narrowest)
-        if place in (0, len(sizes)):
-            return float(factors[0 if place == 0 else -1])
-        low, high = sizes[place - 1], sizes[place]
-        share = math.log(narrowest / low) / math.log(high / low)
-        return float(factors[place - 1] ** (1 - share) * factors[place] ** share)
 
 
 _FORMAT = "panther-cluster-1"
@@ -279,7 +242,6 @@ _SMALL, _LARGE = 2**12, 2**24  # bytes of the messages that measure latency and 
 # Rounds of each collective over n ranks, in multiples of n - 1; None is a single round.
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}
 _BLOCKS = 16  # blocks of the model that measures the time of an operation
-_WIDTHS = (4, 8, 16, 32, 64)  # smallest sizes of narrow products
 
 
 def _measured_fields(repetitions: int) -> dict[str, Any]:
@@ -300,13 +262,12 @@ def _measured_fields(repetitions: int) -> dict[str, Any]:
         "gpus": world,
         "gpus_per_node": local,
         "memory_bytes": _memory(device, local),
-        **_bandwidths(timer),
+        "memory_bandwidth": _memory_bandwidth(timer),
         "optimizer_bandwidth": _optimizer_bandwidth(timer),
         # The host of a GPU queues operations while the GPU runs earlier ones, so that the longer time counts.
         "host_seconds" if device.type == "cuda" else "operation_seconds": _operation_seconds(timer),
         "peak_flops": _flops(timer, torch.bfloat16),
         "peak_flops_fp32": _flops(timer, torch.float32),
-        "narrow_products": _narrow_products(timer),
         "efficiency": 1.0,  # measured flops need no correction
         "measured_gpus": world,
     }
@@ -334,19 +295,7 @@ def _memory(device: torch.device, local: int) -> float:
 
 def _flops(timer: _Timer, dtype: torch.dtype) -> float:
     n = 4096 if timer.device.type == "cuda" else 512
-    return _flops_of(timer, n, n, n, dtype)
-
-
-def _narrow_products(timer: _Timer) -> tuple[tuple[int, float], ...]:
-    """Return the slowdown of products of narrow matrices relative to wide ones with the same number of flops."""
-    n = 4096 if timer.device.type == "cuda" else 512
-    # Twice as many rows as features, because a batch usually has more tokens than a layer has features.
-    speeds = {width: _flops_of(timer, 2 * n, n, width, torch.float32) for width in (*_WIDTHS, n)}
-    return tuple((width, speeds[n] / speeds[width]) for width in _WIDTHS)
-
-
-def _flops_of(timer: _Timer, rows: int, inner: int, width: int, dtype: torch.dtype) -> float:
-    x, w = (torch.ones(sizes, dtype=dtype, device=timer.device) for sizes in ((rows, inner), (inner, width)))
+    x, w = (torch.ones(n, n, dtype=dtype, device=timer.device) for _ in range(2))
     y = x @ w
 
     def work() -> None:  # the three products of a linear layer, with results that are allocated
@@ -354,23 +303,20 @@ def _flops_of(timer: _Timer, rows: int, inner: int, width: int, dtype: torch.dty
         y @ w.t()
         x.t() @ y
 
-    return 3 * 2 * rows * inner * width / timer(work)
+    return 3 * 2 * n**3 / timer(work)
 
 
-def _bandwidths(timer: _Timer) -> dict[str, float]:
-    """Return the bytes per second of additions, and of the other operations of a transformer except for products."""
+def _memory_bandwidth(timer: _Timer) -> float:
+    """Return the bytes per second of the operations of a transformer except for products."""
     # Results are allocated, as in a model.
     x = torch.ones(2**16 if timer.device.type == "cuda" else 2**10, 2**10, device=timer.device)
 
-    def mixed() -> None:
+    def work() -> None:
         y = F.gelu(x + x)
         y = F.layer_norm(y + x, y.shape[1:])
         F.softmax(y + x, -1)
 
-    return {
-        "memory_bandwidth": 3 * x.nbytes / timer(lambda: x + x),
-        "operation_bandwidth": 15 * x.nbytes / timer(mixed),
-    }
+    return 15 * x.nbytes / timer(work)
 
 
 def optimizer_bytes(trained: float, states: float) -> float:

@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.cost.model import Estimate, Layout, estimate
+from panther.distributed.advisor.cost import Estimate, Layout, estimate
+from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.advisor.reasons import Option, Preference, explain, preferred
-from panther.distributed.advisor.statistics.layer_stats import OptimizerStates
-from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.comm.mesh import get_world_size
 from panther.distributed.comm.ranks import require_process_group
 from panther.distributed.guide.hybrid import HybridParallelTrainer
@@ -25,7 +23,7 @@ from panther.distributed.pipeline.balance import SCHEDULES, check_schedule
 from panther.errors import DistributedError, ShapeError, check_size
 
 _OBJECTIVES = ("time", "memory")
-_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+_SCHEDULES = ("1f1b", "interleaved")
 _UNCALIBRATED = (
     "Times and costs are uncalibrated: they are computed from data sheets and assumed shares of peak speed. Measure "
     "the cluster with `panther advise --measure FILE`, or ClusterSpec.measure()."
@@ -173,7 +171,7 @@ def plan_parallelism(
     loss_fn: Callable[[Any], Tensor] | None = None,
     mixed_precision: str | None = None,
     activation_checkpointing: str | None = None,
-    optimizer_states: int | Callable[[nn.Module], torch.optim.Optimizer] = 2,
+    optimizer_states: float = 2,
     schedules: Sequence[str] = _SCHEDULES,
     refuse: Callable[[Layout], str | None] | None = None,
 ) -> ParallelismPlan:
@@ -181,7 +179,7 @@ def plan_parallelism(
 
     It considers all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node; ``"ddp"``,
     ``"fsdp"``, ``"replicate"`` and HSDP where they can be combined; and pipelines with one to four microbatches per
-    rank. The assumptions are documented in ``panther/distributed/advisor/cost/model.py``.
+    rank. The assumptions are documented in ``panther/distributed/advisor/cost.py``.
 
     Args:
         model: A module, whose values are not read, or its :class:`ModelStats`.
@@ -195,11 +193,9 @@ def plan_parallelism(
             autocast.
         activation_checkpointing: For a module, the tensors that the backward pass recomputes: ``"none"``,
             ``"selective"`` or ``"full"``, as in :class:`panther.train.TrainConfig`; None is ``"none"``.
-        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD. For a
-            module, also a function of a model that makes the optimizer, such as
-            ``lambda model: panther.optim.MuonAdamW(panther.optim.param_groups(model))``: the shapes of its states are
-            those after a step on a copy without values.
-        schedules: Pipeline schedules to consider.
+        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD, and a
+            fraction for optimizers with smaller states, such as :class:`panther.optim.SketchedAdamW`.
+        schedules: Pipeline schedules to consider. Those that split the backward pass are left out.
         refuse: A function that returns the reason why a layout cannot be used, or None if it can. Refused layouts are
             left out. If a refused layout would be the best, the plan names it and the reason.
 
@@ -207,9 +203,10 @@ def plan_parallelism(
         All options, the best first, with reasons.
 
     Raises:
-        ValueError: If ``objective`` or a schedule is unknown, or an argument for a module is given with statistics.
+        ValueError: If ``objective`` or a schedule is unknown, ``optimizer_states`` is negative, or an argument for a
+            module is given with statistics.
         TypeError: If ``model`` or ``cluster`` has the wrong type, or is a module without ``sample_input``.
-        ShapeError: If a size is not positive, no mesh divides the batch, or all layouts are refused.
+        ShapeError: If ``batch`` is not positive, no mesh divides it, or all layouts are refused.
 
     Cost: the model runs without arithmetic, twice for every size of tp; hundreds of layouts take up to some seconds.
 
@@ -238,7 +235,8 @@ def plan_parallelism(
     }
     stats = _stats(model, sample_input, {name: value for name, value in module_options.items() if value is not None})
     check_size("batch", batch, least=1)
-    states = OptimizerStates.checked(optimizer_states, model)
+    if not optimizer_states >= 0:
+        raise ValueError(f"optimizer_states={optimizer_states} must be a number of copies, at least 0")
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(map(repr, _OBJECTIVES))}")
     for schedule in schedules:
@@ -247,7 +245,7 @@ def plan_parallelism(
     estimates = []
     for layout in possible_layouts(stats, cluster, batch, schedules, notes):
         try:
-            estimates.append(estimate(stats, cluster, layout, batch, states))
+            estimates.append(estimate(stats, cluster, layout, batch, optimizer_states))
         except ShapeError as error:
             if (note := f"pp={layout.pp} was not considered with some schedules: {error}") not in notes:
                 notes.append(note)
@@ -319,8 +317,8 @@ def possible_layouts(
     if not stats.is_sequential:
         notes.append("pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor")
     longest = len(stats.layers) if stats.is_sequential else 1
-    if stats.activation_checkpointing != "none" and (split := [s for s in schedules if SCHEDULES[s].splits_backward]):
-        notes.append(f"{', '.join(split)} were not considered: they recompute blocks twice, or do not support it")
+    if split := [name for name in schedules if SCHEDULES[name].splits_backward]:
+        notes.append(f"{', '.join(split)} were not considered: their memory is not predicted")
         schedules = [name for name in schedules if name not in split]
     for tp in _divisors(cluster.gpus):
         # tp exchanges activations in every layer, for which links between nodes are too slow.

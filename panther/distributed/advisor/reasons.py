@@ -11,7 +11,7 @@ from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.parallelize.layout import Layout
 
 if TYPE_CHECKING:  # measuring models takes half a second to import, and every Trainer imports this module
-    from panther.distributed.advisor.cost.model import Estimate
+    from panther.distributed.advisor.cost import Estimate
 
 _TIMES = {
     "compute": "computing",

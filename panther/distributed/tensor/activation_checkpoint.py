@@ -5,7 +5,7 @@ of a sketched layer, x [S1 | U2], are few, and computing them takes half of the 
 communication (Z. Wang et al., "BOOST", 2025, arXiv:2512.12131, use the same scheme with low-rank layers).
 """
 
-__all__ = ["checkpoint_blocks_", "inner_product_policy"]
+__all__ = ["checkpoint_blocks_", "inner_product_policy", "require_blocks"]
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -147,11 +147,7 @@ def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: st
     """
     if kind == "none":
         return
-    if not blocks:
-        raise ConfigError(
-            f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
-            "model has none"
-        )
+    require_blocks(kind, blocks)
 
     def options(block: nn.Module) -> dict[str, Any]:
         if kind == "full":
@@ -160,6 +156,15 @@ def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: st
         return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
     checkpoint_wrapped_(model, set(blocks), options)
+
+
+def require_blocks(kind: str, blocks: Collection[nn.Module]) -> None:
+    """Raise ConfigError if a model has no blocks to recompute."""
+    if not blocks:
+        raise ConfigError(
+            f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
+            "model has none"
+        )
 
 
 def _inner_width(layer: Any) -> int:

@@ -29,7 +29,7 @@ from panther.train.loading.feed import Feed, count_samples
 if TYPE_CHECKING:
     from panther.distributed import ParallelismPlan
 
-_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+_SCHEDULES = ("1f1b", "interleaved")
 _STATES = 5  # parameters, gradients, two states of Adam, and DDP's buckets
 _SMALL = 0.05
 """Share of the memory below which a model's parameters and states are replicated without measuring its activations: to

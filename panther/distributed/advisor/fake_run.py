@@ -5,14 +5,13 @@ runs forward and backward on torch's fake tensors, which need no memory, so that
 counted.
 """
 
-__all__ = ["Policy", "Run", "Work", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
+__all__ = ["Policy", "Run", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,6 @@ Policy = Callable[..., CheckpointPolicy]
 """The policy of selective activation checkpointing, which is given an operation and its arguments."""
 
 _GROUPS = itertools.count()
-_MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ROWS_ONLY = (torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
@@ -138,43 +136,18 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
         return tree_map_only(Tensor, grown, sample), times * batch
 
 
-class Work(NamedTuple):
-    """A product: its flops, the bytes that it reads and writes, and, for matrices, its three sizes."""
-
-    flops: int
-    moved: int
-    sizes: tuple[int, ...]
-
-
 class WorkCounter(FlopCounterMode):
     """Count the work of the operations that run within the block, except for views and collectives."""
 
     def __init__(self) -> None:
         super().__init__(display=False)
-        self.flops, self.moved = 0, 0
-        """Flops, and the bytes that operations other than products move, since the beginning."""
-        self._products: list[Work] = []
-        self._largest: list[int] = []
-
-    def take(self) -> tuple[list[Work], list[int]]:
-        """Return the products since the last call, and the bytes of the largest tensor that each operation made."""
-        work = self._products, self._largest
-        self._products, self._largest = [], []
-        return work
+        self.flops = self.moved = self.calls = 0
+        """Flops of products, bytes that operations read and write, and number of operations."""
+        self.made: list[int] = []
+        """Bytes of the largest tensor that each operation makes; the user of the counter may clear the list."""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # This method is private, but no public one sees each operation once, after composite operations are decomposed.
-        if func_packet in self.flop_registry:
-            flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
-            self.flops += flops
-            inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
-            sizes: tuple[int, ...] = ()
-            if func_packet in _MATRIX_PRODUCTS:
-                a, b = inputs[-2:]  # the first input of addmm and baddbmm is the addend
-                sizes = (*a.shape[-2:], b.shape[-1])
-            self._products.append(Work(flops, sum(map(_used_bytes, inputs + outputs)), sizes))
-            self._largest.append(max(map(_used_bytes, outputs)))
-            return out
         # A name such as "aten::add"; collectives are counted as traffic.
         if operator_name(func_packet).partition("::")[0] in COLLECTIVE_NAMESPACES:
             return out
@@ -182,9 +155,29 @@ class WorkCounter(FlopCounterMode):
         stored = {storage_key(tensor) for tensor in inputs}
         in_place = func_packet.__name__.endswith("_")
         if outputs and (in_place or any(storage_key(tensor) not in stored for tensor in outputs)):
+            if func_packet in self.flop_registry:
+                self.flops += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             read = outputs if func_packet in _ROWS_ONLY else inputs
             self.moved += sum(map(_used_bytes, (*read, *outputs)))
-            self._largest.append(max(map(_used_bytes, outputs)))
+            self.calls += 1
+            self.made.append(max(map(_used_bytes, outputs)))
+        return out
+
+
+class _SelectedResults(TorchDispatchMode):
+    """Call a function with each result that the policy of selective activation checkpointing saves."""
+
+    def __init__(self, policy_now: Callable[[], Policy | None], select: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._policy_now, self._select = policy_now, select
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        out = func(*args, **(kwargs or {}))
+        policy = self._policy_now()
+        if policy is not None and policy(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
+            for tensor in tensors_in(out):
+                self._select(tensor)
         return out
 
 
@@ -194,23 +187,28 @@ class Run:
     def __init__(self, batch: int, layers: int) -> None:
         self.batch = batch
         self.activations, self.output = np.zeros((2, layers), dtype=np.int64)
-        """Bytes that autograd saves in each layer, without parameters and buffers; bytes of each layer's output."""
-        self.sums = np.zeros((6, layers), dtype=np.int64)
-        self.flops, self.moved, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
-        """Flops of products; bytes that other operations read and write; bytes and calls of collectives over the tp
-        axis; bytes and calls of the collectives that gather."""
-        self.saves_input = [False] * layers
-        self.products: list[list[Work]] = [[] for _ in range(layers)]
-        """The products, in the order in which they run."""
-        self.largest: list[list[int]] = [[] for _ in range(layers)]
+        """Bytes that are kept in each layer for its backward pass, without parameters and buffers; bytes of each
+        layer's output."""
+        self.sums = np.zeros((7, layers), dtype=np.int64)
+        self.flops, self.moved, self.calls, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
+        """The counts of a WorkCounter; bytes and calls of collectives over the tp axis, and of those that gather."""
+        self.made: list[list[int]] = [[] for _ in range(layers)]
         """Bytes of the largest tensor that each operation makes."""
         self.returns_tensor = [True] * layers
         """Whether each layer returns one tensor."""
-        self.kept_bytes = np.zeros(layers, dtype=np.int64)
-        """Bytes that are saved outside of blocks, enter a block, or are saved selectively in it."""
-        self.keeps_input = [False] * layers
-        self.recomputed: list[list[int]] = [[] for _ in range(layers)]
-        """For each block in a layer, the bytes that its backward pass holds in addition to the kept ones."""
+        self.recomputed = np.zeros(layers, dtype=np.int64)
+        """The most bytes that the backward pass of a recomputed block holds in addition to the kept ones."""
+
+
+class _Block:
+    """A block that activation checkpointing recomputes, while it runs."""
+
+    def __init__(self, policy: Policy | None, sums: np.ndarray[Any, Any]) -> None:
+        self.policy, self.first_sums = policy, sums
+        self.saved: dict[int, Tensor] = {}
+        """Tensors that autograd saves, by storage."""
+        self.selected: dict[int, Tensor] = {}
+        """Tensors that the policy saves, by storage."""
 
 
 def run(
@@ -228,50 +226,78 @@ def run(
     """Run a fake model forward and backward, and return the counts.
 
     The output is cast to ``output_dtype`` for the loss; None does not cast it. ``blocks`` are the modules that
-    activation checkpointing would recompute, each with the policy of selectively saved tensors; this run recomputes
-    nothing.
+    activation checkpointing recomputes, each with the policy of selectively saved tensors; None saves only their
+    inputs. They run once here, and the work of their forward is counted twice.
     """
     counts = Run(batch, len(layers))
     weights = {storage(tensor) for _, _, tensor in _places_of_tensors(model)}
-    saved: dict[int, Tensor] = {}
-    inputs_of, current = [-1] * len(layers), 0
-    entered: list[Tensor] = []
+    kept: dict[int, Tensor] = {}  # references, so that no other storage gets the same address
+    current = 0
+    block: _Block | None = None
     work, traffic = WorkCounter(), CommunicationCounter()
     previous_sums = np.zeros(len(counts.sums), dtype=np.int64)
-    regions = Regions(counts, weights, lambda: (current, inputs_of[current]))
 
-    def switch_to(layer: int) -> None:
-        """Add the counts since the last switch to the current layer, and make ``layer`` the current one."""
-        nonlocal current, previous_sums
-        products, largest = work.take()
-        counts.products[current] += products
-        counts.largest[current] += largest
+    def sums_now() -> np.ndarray[Any, Any]:
         gathered, gathers = (
             sum(count for name, count in per_operation.items() if "gather" in name)
             for per_operation in (traffic.bytes_by_operation, traffic.calls_by_operation)
         )
-        sums = np.array([work.flops, work.moved, traffic.bytes, traffic.calls, gathered, gathers])
+        return np.array([work.flops, work.moved, work.calls, traffic.bytes, traffic.calls, gathered, gathers])
+
+    def switch_to(layer: int) -> None:
+        """Add the counts since the last switch to the current layer, and make ``layer`` the current one."""
+        nonlocal current, previous_sums
+        counts.made[current] += work.made
+        work.made = []
+        sums = sums_now()
         counts.sums[:, current] += sums - previous_sums
         current, previous_sums = layer, sums
 
-    def pack(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:
         key = storage(tensor)
         # A tensor that more than one operation saves counts once.
-        if key not in weights and key not in saved:
-            saved[key] = tensor  # keeps it alive, so that no other storage gets its address
+        if key not in weights and key not in kept:
+            kept[key] = tensor
             counts.activations[current] += _stored_bytes(tensor)
-            counts.saves_input[current] |= key == inputs_of[current]
-        regions.save(tensor)
+
+    def select(tensor: Tensor) -> None:
+        if block is not None:
+            block.selected[storage(tensor)] = tensor
+            keep(tensor)
+
+    def pack(tensor: Tensor) -> Tensor:
+        if block is None:
+            keep(tensor)
+        else:
+            block.saved[storage(tensor)] = tensor
         return tensor
 
-    def enter(i: int) -> Callable[..., None]:
+    def enter_block(policy: Policy | None) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            switch_to(i)
-            input_tensors = tensors_in((args, kwargs))
-            inputs_of[i] = storage(input_tensors[0]) if input_tensors else -1
-            entered.extend(input_tensors[:1])  # the reference keeps other storages from getting the same address
+            nonlocal block
+            for tensor in tensors_in((args, kwargs)):
+                keep(tensor)
+            block = _Block(policy, sums_now())
 
         return hook
+
+    def leave_block(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal block
+        if block is None:
+            return
+        work_again = sums_now() - block.first_sums
+        if block.policy is not None:  # which saves what ranks have summed
+            work_again[3:] = 0
+        counts.sums[:, current] += work_again
+        held = {key: tensor for key, tensor in block.saved.items() if key not in weights and key not in kept}
+        # What the policy saves and autograd does not is freed when backward reaches the block.
+        freed = [tensor for key, tensor in block.selected.items() if key not in block.saved]
+        recomputed = sum(map(_stored_bytes, held.values())) - sum(map(_stored_bytes, freed))
+        counts.recomputed[current] = max(counts.recomputed[current], recomputed)
+        block = None
+
+    def enter(i: int) -> Callable[..., None]:
+        return lambda module, args: switch_to(i)
 
     def leave(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -286,14 +312,17 @@ def run(
 
     handles: list[Any] = []
     for i, (_, layer) in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(enter(i), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(enter(i)))
         handles.append(layer.register_forward_hook(leave(i)))
-    handles += [handle for block, policy in blocks for handle in regions.watch(block, policy)]
+    for module, policy in blocks:
+        handles.append(module.register_forward_pre_hook(enter_block(policy), with_kwargs=True))
+        handles.append(module.register_forward_hook(leave_block))
     autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else nullcontext()
+    selecting = _SelectedResults(lambda: block and block.policy, select)
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with without_fake_log(), mode, traffic, work, saving:
-            with autocast, regions:
+            with autocast, selecting:
                 output = _call(model, inputs)
                 if output_dtype is not None:
                     output = tree_map_only(Tensor, lambda x: x.to(output_dtype) if _is_float(x) else x, output)
@@ -328,82 +357,6 @@ def _is_float(leaf: Any) -> bool:
 def _used_bytes(tensor: Tensor) -> int:
     # An expanded tensor counts with the memory of its storage.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-class Regions(TorchDispatchMode):
-    """Count the bytes of blocks that activation checkpointing would keep, and the bytes that it would recompute.
-
-    Args:
-        counts: Its ``kept_bytes``, ``keeps_input`` and ``recomputed`` are filled.
-        weights: Storages of parameters and buffers, which do not count.
-        place: A function that returns the layer that runs, and the storage of its input.
-    """
-
-    def __init__(self, counts: Run, weights: set[int], place: Callable[[], tuple[int, int]]) -> None:
-        super().__init__()
-        self._counts, self._weights, self._place = counts, weights, place
-        self._kept: dict[int, Tensor] = {}  # by storage; references keep other storages from getting the same address
-        self._block: _Block | None = None  # the block that runs
-
-    def watch(self, block: nn.Module, policy: Policy | None) -> list[Any]:
-        """Register the hooks of a block."""
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for tensor in tensors_in((args, kwargs)):
-                self._keep(tensor)
-            self._block = _Block(policy)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            block_record, self._block = self._block, None
-            if block_record is not None:
-                counted_keys = self._weights | (self._kept.keys() - block_record.selected.keys())
-                recomputed = (tensor for key, tensor in block_record.saved.items() if key not in counted_keys)
-                recomputed_bytes = sum(map(_stored_bytes, recomputed)) - block_record.selected_bytes
-                self._counts.recomputed[self._place()[0]].append(max(0, recomputed_bytes))
-
-        return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
-
-    def save(self, tensor: Tensor) -> None:
-        """Count a tensor that autograd saves."""
-        if self._block is None:
-            self._keep(tensor)
-        else:
-            self._block.saved[storage(tensor)] = tensor
-            # Backward uses the tensors that were selected so far, and recomputes only up to the last saved tensor.
-            self._block.selected_bytes = sum(map(_stored_bytes, self._block.selected.values()))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count its results if the policy of the block saves them."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        block = self._block
-        if block is not None and block.policy is not None:
-            is_selected = block.policy(None, func, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
-            for tensor in tensors_in(out) if is_selected else ():
-                block.selected[storage(tensor)] = tensor
-                self._keep(tensor)
-        return out
-
-    def _keep(self, tensor: Tensor) -> None:
-        layer, input_storage = self._place()
-        key = storage(tensor)
-        if key not in self._weights and key not in self._kept:
-            self._kept[key] = tensor
-            self._counts.kept_bytes[layer] += _stored_bytes(tensor)
-            self._counts.keeps_input[layer] |= key == input_storage
-
-
-@dataclass
-class _Block:
-    """The tensors that are saved in a block."""
-
-    policy: Policy | None
-    saved: dict[int, Tensor] = field(default_factory=dict)
-    """Tensors that autograd saves, by storage."""
-    selected: dict[int, Tensor] = field(default_factory=dict)
-    """Tensors that the policy saves, by storage."""
-    selected_bytes: int = 0
-    """Bytes of the tensors that the policy had saved when autograd saved the last tensor."""
 
 
 def storage(tensor: Tensor) -> int:

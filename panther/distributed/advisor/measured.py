@@ -2,8 +2,7 @@
 
 __all__ = ["measure", "measure_transformer", "plain_transformer"]
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,20 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther._process_settings import ignored_warnings
-from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, tree_leaves, untracked_shard
-from panther.distributed.advisor.statistics.fake_run import (
+from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, untracked_shard
+from panther.distributed.advisor.fake_run import (
     Policy,
     Run,
-    Work,
     fake_inputs,
     fake_mesh,
     make_fake_,
     meta_copy,
     run,
 )
-from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
+from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, TensorStats
 from panther.distributed.data.strategies import compute_dtype, fsdp_blocks
-from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_, inner_product_policy
+from panther.distributed.tensor.activation_checkpoint import inner_product_policy, require_blocks
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import PerformanceWarning
 from panther.nn import SKLinear
@@ -79,45 +77,37 @@ def measure(
     # Sharding needs a copy on the meta device, and running it needs fake tensors.
     mode, fake_model, half = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
     dtype, cast = (None, half) if autocast else (half, None)
-    options: dict[str, Any] = {"autocast_dtype": cast, "output_dtype": dtype and torch.float32}  # as FSDP2 returns it
     with fake_mesh(tp) if tp > 1 else nullcontext() as mesh:
         if mesh is not None:
             tensor_parallel(fake_model, mesh)
         tensors = _tensors(fake_model)
         make_fake_(fake_model, mode, dtype)
         # Two batch sizes determine the line fixed + per_sample * samples.
-        inputs = [fake_inputs(sample_input, times, mode, dtype) for times in (1, 2)]
-
-        def runs(blocks: Sequence[tuple[nn.Module, Policy | None]] = ()) -> tuple[Run, Run]:
-            first_run, second_run = (
-                run(fake_model, _layers_of(fake_model), *model_inputs, loss_fn, mode, blocks=blocks, **options)
-                for model_inputs in inputs
+        first, second = (
+            run(
+                fake_model,
+                _layers_of(fake_model),
+                *fake_inputs(sample_input, times, mode, dtype),
+                loss_fn,
+                mode,
+                autocast_dtype=cast,
+                output_dtype=dtype and torch.float32,  # as FSDP2 returns it
+                blocks=_blocks(fake_model, activation_checkpointing),
             )
-            return first_run, second_run
-
-        plain, recomputing = runs(_blocks(fake_model, activation_checkpointing)), None
-        if activation_checkpointing != "none":
-            checkpoint_blocks_(fake_model, fsdp_blocks(fake_model), activation_checkpointing)
-            recomputing = runs()
-    layers = tuple(_layer(i, name, plain, recomputing) for i, (name, _) in enumerate(_layers_of(fake_model)))
-    splits = isinstance(model, nn.Sequential) and all(plain[0].returns_tensor)
-    return Measured(tensors, layers, splits, _tokens_of(sample_input))
+            for times in (1, 2)
+        )
+    layers = tuple(_layer(i, name, first, second) for i, (name, _) in enumerate(_layers_of(fake_model)))
+    return Measured(tensors, layers, isinstance(model, nn.Sequential) and all(first.returns_tensor))
 
 
 def _blocks(model: nn.Module, kind: str) -> list[tuple[nn.Module, Policy | None]]:
     """Return the blocks that a kind of activation checkpointing recomputes, each with the policy of saved tensors."""
     if kind == "none":
         return []
+    blocks = fsdp_blocks(model)
+    require_blocks(kind, blocks)
     selective = kind == "selective"
-    return [
-        (block, inner_product_policy(block, dense_products=True) if selective else None) for block in fsdp_blocks(model)
-    ]
-
-
-def _tokens_of(sample_input: Any) -> int | None:
-    """Return the row length of the first tensor if it is a matrix of integers, and otherwise None."""
-    first = next(leaf for leaf in tree_leaves(sample_input) if isinstance(leaf, Tensor))
-    return len(first[0]) if first.dim() == 2 and not (first.is_floating_point() or first.is_complex()) else None
+    return [(block, inner_product_policy(block, dense_products=True) if selective else None) for block in blocks]
 
 
 def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -171,31 +161,17 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     return tuple(stats)
 
 
-def _layer(i: int, name: str, plain: tuple[Run, Run], recomputing: tuple[Run, Run] | None) -> LayerStats:
-    """Return the statistics of a layer, from the runs that recompute blocks if there are any."""
-    first, second = recomputing or plain
-
-    def line(count: str, runs: tuple[Run, Run] = (first, second)) -> Line:
-        at_first, at_second = (float(getattr(run, count)[i]) for run in runs)
+def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
+    def line(count: str) -> Line:
+        at_first, at_second = (float(getattr(run, count)[i]) for run in (first, second))
         return _line(at_first, at_second, first.batch, second.batch)
 
-    largest = max(zip(*(run.recomputed[i] for run in plain), strict=True), default=(0, 0))
-    return LayerStats(
-        name=name,
-        flops=line("flops"),
-        activations=line("activations" if recomputing is None else "kept_bytes", plain),
-        output=line("output"),
-        largest=_largest(first.largest[i], second.largest[i], first.batch, second.batch),
-        tp_bytes=line("tp_bytes"),
-        tp_calls=int(first.tp_calls[i]),
-        tp_gathered=line("tp_gathered"),
-        tp_gathers=int(first.tp_gathers[i]),
-        saves_input=plain[0].saves_input[i] if recomputing is None else plain[0].keeps_input[i],
-        recomputed=_line(float(largest[0]), float(largest[1]), first.batch, second.batch),
-        products=_products(first.products[i], second.products[i], first.batch, second.batch),
-        moved=line("moved"),
-        calls=len(first.largest[i]),
-    )
+    lines = {
+        count: line(count)
+        for count in ("activations", "recomputed", "output", "flops", "moved", "tp_bytes", "tp_gathered")
+    }
+    calls = {count: int(getattr(first, count)[i]) for count in ("calls", "tp_calls", "tp_gathers")}
+    return LayerStats(name, largest=_largest(first, second, i), **lines, **calls)
 
 
 def _line(at_first: float, at_second: float, first: int, second: int) -> Line:
@@ -203,25 +179,10 @@ def _line(at_first: float, at_second: float, first: int, second: int) -> Line:
     return Line(at_first - slope * first, slope)
 
 
-def _largest(at_first: list[int], at_second: list[int], first: int, second: int) -> Line:
+def _largest(first: Run, second: Run, i: int) -> Line:
     """Return the size of the tensor that grows most with the batch; other tensors are gradients, or small."""
-    if len(at_first) != len(at_second):
-        at_first, at_second = ([max(sizes, default=0)] for sizes in (at_first, at_second))
-    lines = [_line(*sizes, first, second) for sizes in zip(at_first, at_second, strict=True)]
+    sizes = first.made[i], second.made[i]
+    if len(sizes[0]) != len(sizes[1]):  # the forward depends on the batch size
+        sizes = [max(sizes[0], default=0)], [max(sizes[1], default=0)]
+    lines = [_line(*pair, first.batch, second.batch) for pair in zip(*sizes, strict=True)]
     return max(lines, key=lambda line: line.per_sample, default=Line(0.0, 0.0))
-
-
-def _products(at_first: list[Work], at_second: list[Work], first: int, second: int) -> tuple[Product, ...]:
-    """Return the products of two batch sizes as lines; equal products are merged."""
-    if len(at_first) != len(at_second):  # the forward depends on the batch size, so that only sums can be compared
-        at_first, at_second = (
-            [Work(sum(p.flops for p in w), sum(p.moved for p in w), ())] for w in (at_first, at_second)
-        )
-    counts: Counter[tuple[Line, Line, int]] = Counter()
-    for first_work, second_work in zip(at_first, at_second, strict=True):
-        flops, moved = (
-            _line(getattr(first_work, n), getattr(second_work, n), first, second) for n in ("flops", "moved")
-        )
-        fixed = [size for size, other in zip(first_work.sizes, second_work.sizes, strict=True) if size == other]
-        counts[flops, moved, min(fixed, default=0)] += 1
-    return tuple(Product(flops, moved, count, narrowest) for (flops, moved, narrowest), count in counts.items())

@@ -2,16 +2,15 @@
 
 __all__ = ["ModelStats"]
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from panther.distributed.advisor.statistics.layer_stats import LayerStats, Measured, TensorStats
-from panther.distributed.advisor.statistics.measured import measure, measure_transformer
+from panther.distributed.advisor.layer_stats import LayerStats, Measured, TensorStats
+from panther.distributed.advisor.measured import measure, measure_transformer
 from panther.errors import ShapeError, check_size
 
 
@@ -50,8 +49,6 @@ class ModelStats:
     """Whether parameters are cast where they are used, as under DDP, instead of gathered in half precision (FSDP2)."""
     activation_checkpointing: str = "none"
     """The tensors that the backward pass recomputes, as in :class:`panther.train.TrainConfig`."""
-    tokens_per_sample: int | None = None
-    """Number of tokens of a sample; None if the input is not a batch of rows of integers."""
     has_values: bool = False
     """Whether the model has values, so that every rank holds the entire model before it is sharded."""
     _variant: Callable[[int, bool], "ModelStats"] | None = field(default=None, repr=False, compare=False)
@@ -66,30 +63,6 @@ class ModelStats:
     def num_sketch_entries(self) -> int:
         """Number of entries of the seeded sketches, which every rank draws itself."""
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "sketch")
-
-    @cached_property
-    def largest_modules(self) -> dict[int, tuple[float, float, float]]:
-        """Bytes of the largest module of each layer, as three numbers.
-
-        The first is the module without sketches, in full over the tp axis. The second and third are the module without
-        sketches on this rank, and its largest sketch, for the module in which their sum is the largest.
-        """
-        full: defaultdict[tuple[int, str], float] = defaultdict(float)
-        shard: defaultdict[tuple[int, str], float] = defaultdict(float)
-        sketch: defaultdict[tuple[int, str], float] = defaultdict(float)
-        for tensor in self.tensors:
-            module = tensor.layer, tensor.name.rpartition(".")[0]
-            if tensor.role == "sketch":
-                sketch[module] = max(sketch[module], tensor.nbytes)
-            else:
-                full[module] += tensor.global_numel * tensor.itemsize
-                shard[module] += tensor.nbytes
-        result: dict[int, tuple[float, float, float]] = {}
-        for (layer, name), size in full.items():
-            largest, *on_rank = result.get(layer, (0.0, 0.0, 0.0))
-            largest_shard, its_sketch = max(on_rank, [shard[layer, name], sketch[layer, name]], key=sum)
-            result[layer] = max(largest, size), largest_shard, its_sketch
-        return result
 
     def shard(self, tp: int) -> "ModelStats":
         """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.
@@ -141,7 +114,7 @@ class ModelStats:
             ConfigError: If there are no blocks to recompute.
 
         Cost: two forward and backward passes without arithmetic, at one and two times the batch size, and two more for
-        every size of the tp axis; twice as many with activation checkpointing, and two more for DDP in mixed precision.
+        every size of the tp axis, and for DDP in mixed precision.
         """
         _check(mixed_precision, activation_checkpointing)
 
@@ -222,8 +195,7 @@ def _stats(
     @cache
     def variant(tp: int, autocast: bool) -> ModelStats:
         settings = (tp, mixed_precision, autocast, activation_checkpointing)
-        tensors, layers, is_sequential, tokens = measured(tp, autocast)
-        return ModelStats(tensors, layers, is_sequential, *settings, tokens, _variant=variant)
+        return ModelStats(*measured(tp, autocast), *settings, _variant=variant)
 
     return variant(1, False)
 
