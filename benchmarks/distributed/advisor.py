@@ -168,17 +168,14 @@ def _mean(first: ClusterSpec, second: ClusterSpec) -> ClusterSpec:
     fields = (
         "peak_flops_fp32",
         "memory_bandwidth",
-        "operation_bandwidth",
         "optimizer_bandwidth",
         "operation_seconds",
         "overlap",
     )
     pairs = zip(first.collectives, second.collectives, strict=True)
-    narrow = zip(first.narrow_products, second.narrow_products, strict=True)
     return replace(
         first,
         collectives=tuple((name, (a + c) / 2, (b + d) / 2) for (name, a, b), (_, c, d) in pairs),
-        narrow_products=tuple((width, (a + b) / 2) for (width, a), (_, b) in narrow),
         **{name: (getattr(first, name) + getattr(second, name)) / 2 for name in fields},
     )
 

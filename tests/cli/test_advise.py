@@ -80,7 +80,7 @@ def test_json_has_every_option(models, capsys):
     assert plan["memory_bytes"] == 100
     assert not any(option["fits"] for option in plan["options"])
     assert plan["options"][0]["reason"].startswith("No layout fits. ")
-    assert all("does not fit. " in option["reason"] for option in plan["options"][1:])
+    assert all("does not fit: " in option["reason"] for option in plan["options"][1:])
     totals = [option["memory_bytes"]["total"] for option in plan["options"]]
     assert totals == sorted(totals)
 

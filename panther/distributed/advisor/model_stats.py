@@ -29,8 +29,8 @@ class ModelStats:
         ...     SKLinear(256, 256, 4), nn.ReLU(), nn.Linear(256, 2)
         ... )
         >>> stats = ModelStats.of(model, torch.ones(8, 256))
-        >>> stats.num_parameters, stats.num_sketch_entries
-        (2818, 512)
+        >>> stats.num_parameters
+        2818
         >>> [int(layer.activations.at(8)) for layer in stats.layers]
         [8320, 8192, 0]
     """
@@ -58,11 +58,6 @@ class ModelStats:
     def num_parameters(self) -> int:
         """Number of entries of all parameters."""
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "parameter")
-
-    @property
-    def num_sketch_entries(self) -> int:
-        """Number of entries of the seeded sketches, which every rank draws itself."""
-        return sum(tensor.numel for tensor in self.tensors if tensor.role == "sketch")
 
     def shard(self, tp: int) -> "ModelStats":
         """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.

@@ -61,7 +61,7 @@ class ParallelismPlan:
         """The layout that ``strategy="auto"`` of a Trainer builds, an ``option`` and a ``reason``.
 
         It is ``"ddp"`` unless that does not fit, or the speeds were measured and another layout is at least 1.2 times
-        as fast. :attr:`best` is the first of the ranking, also where its place rests on figures of data sheets.
+        as fast.
         """
         return preferred(self.options, self.cluster)
 
@@ -269,9 +269,9 @@ def plan_parallelism(
         batch,
         objective,
         tuple(notes),
-        mixed_precision=stats.mixed_precision,
-        activation_checkpointing=stats.activation_checkpointing,
-        left_out=left_out,
+        stats.mixed_precision,
+        stats.activation_checkpointing,
+        left_out,
     )
 
 

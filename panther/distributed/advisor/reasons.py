@@ -76,7 +76,7 @@ def preferred(options: Sequence[Option], cluster: ClusterSpec) -> Preference:
 
 def memory_clause(subject: str, needed: float, room: float) -> str:
     """Return how many bytes something needs of those that a rank may use; ``subject`` ends in the verb."""
-    return f"{subject} {format_bytes(needed)} of the {format_bytes(room)} that a rank may use"
+    return f"{subject} {_of_room(needed, room)}"
 
 
 def _needs(option: Option, cluster: ClusterSpec) -> str:
@@ -95,37 +95,36 @@ def explain(estimates: "Sequence[Estimate]", index: int, room: float, objective:
     """
     best, other = estimates[0], estimates[index]
     if other.peak > room:
-        start, closest = (f"{other.layout} does not fit.", "") if index else ("No layout fits.", ", the closest,")
-        over = f"{format_bytes(other.peak - room)} more than the {format_bytes(room)} that may be used"
-        needs = f"{start} {other.layout}{closest} needs {format_bytes(other.peak)}"
+        subject = f"{other.layout} does not fit" if index else f"No layout fits. {other.layout}, the closest,"
+        needs = f"{subject}: it needs" if index else f"{subject} needs"
         if other.memory.total > room:
-            return f"{needs}, {over}, mostly for {_largest(other)}."
+            return f"{needs} {_of_room(other.memory.total, room)}, mostly for {_largest(other)}."
+        reason = ""
         if other.start > other.start_on_meta:
-            return (
-                f"{needs} at the start, {over}, because every rank holds all of a model with values: build it on the "
-                f"meta device or in a function, to start with {format_bytes(other.start_on_meta)}."
+            reason = (
+                ", because every rank holds all of a model with values: build it on the meta device or in a function, "
+                f"to start with {format_bytes(other.start_on_meta)}"
             )
-        return f"{needs} at the start, {over}, for its shards and its largest module in full."
+        return f"{needs} {_of_room(other.start, room)} at the start{reason}."
     if index == 0:
         fitting = sum(e.peak <= room for e in estimates)
         quality = "has the shortest step" if objective == "time" else "needs the least memory"
-        reason = f"{quality} of the {fitting} options that fit" if fitting > 1 else "is the only option that fits"
         part = max(best.seconds, key=lambda name: best.seconds[name])
         return (
-            f"{best.layout} is best: it {reason}. A step takes {format_seconds(best.step_seconds)}, mostly "
-            f"{_TIMES[part]}, and a rank needs {format_bytes(best.memory.total)} of the {format_bytes(room)} that may "
-            f"be used, mostly {_largest(best)}."
+            f"{best.layout} is best: it {quality} of the {fitting} options that fit. A step takes "
+            f"{format_seconds(best.step_seconds)}, mostly {_TIMES[part]}, and a rank needs "
+            f"{_of_room(best.memory.total, room)}, mostly for {_largest(best)}."
         )
-    # Compare by the objective, and by the other measure in case of a tie.
-    seconds = "takes {:.4g} times as long as", other.seconds, best.seconds, format_seconds
-    memory = "needs {:.4g} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
-    for verb, parts, best_parts, format_ in (seconds, memory) if objective == "time" else (memory, seconds):
-        ratio = sum(parts.values()) / sum(best_parts.values())
-        if ratio != 1:
-            part = max(parts, key=lambda name: parts[name] - best_parts[name])
-            more = format_(parts[part] - best_parts[part])
-            return f"{other.layout} {verb.format(ratio)} the best: {more} more for {_TIMES.get(part, part)}."
-    return f"{other.layout} takes as long as the best and needs as much memory."
+    if objective == "memory":
+        return f"{other.layout} needs {other.memory.total / best.memory.total:.4g} times the memory of the best."
+    part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
+    more = format_seconds(other.seconds[part] - best.seconds[part])
+    ratio = other.step_seconds / best.step_seconds
+    return f"{other.layout} takes {ratio:.4g} times as long as the best: {more} more for {_TIMES[part]}."
+
+
+def _of_room(needed: float, room: float) -> str:
+    return f"{format_bytes(needed)} of the {format_bytes(room)} that a rank may use"
 
 
 def _largest(e: "Estimate") -> str:
