@@ -152,69 +152,6 @@ def test_ten_steps_with_redrawn_features(dp):
         assert torch.equal(state["_extra_state"], mine["_extra_state"])
 
 
-def packed_attention(seed, dtype=torch.float64, **kwargs):
-    torch.manual_seed(seed)
-    module = nn.MultiheadAttention(24, 12, **kwargs).to(dtype)
-    nn.init.normal_(module.out_proj.weight)
-    if module.in_proj_bias is not None:
-        nn.init.normal_(module.in_proj_bias)
-    return module
-
-
-PACKED = {
-    "plain": ({"batch_first": True}, {}),
-    "causal": (
-        {"bias": False},
-        {"attn_mask": torch.ones(6, 6).triu(1).bool(), "is_causal": True, "need_weights": False},
-    ),
-    "masks": (
-        {"kdim": 10, "vdim": 7, "batch_first": True},
-        {
-            "attn_mask": torch.linspace(-1, 1, 3 * 12 * 36).view(36, 6, 6).double(),
-            "key_padding_mask": -2.0 * (torch.arange(18).view(3, 6) % 6 > 3).double(),
-            "average_attn_weights": False,
-        },
-    ),
-    "unbatched": ({}, {"key_padding_mask": torch.arange(6) > 3}),
-}
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", list(PACKED))
-def test_packed_attention(n, case):
-    kwargs, options = PACKED[case]
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(3, 6, width, generator=generator).double() for width in (24, 10, 7))
-    if case == "unbatched":
-        query = query[0]
-    if case == "causal":
-        query = query.transpose(0, 1)
-    inputs = (query, key, value) if "kdim" in kwargs else (query, query, query)
-
-    def run(module):
-        weights = module(*inputs, **options)[1]
-        module.eval()
-        with torch.no_grad():
-            evaluated = module(*inputs, **options)[0]
-        return *attend(module.train(), *inputs, **options), evaluated, weights
-
-    def rank():
-        module = packed_attention(dist.get_rank(), **kwargs)
-        return run(parallelize_module(module, make_mesh(tp=n)["tp"], HeadwiseParallel()))
-
-    expected = run(packed_attention(0, **kwargs))
-    for out, dx, gradients, evaluated, weights in on_ranks(rank, n):
-        close(out, expected[0], 1e-12)
-        close(evaluated, expected[3], 1e-12)
-        assert (weights is None) == (expected[4] is None)
-        if weights is not None:
-            close(weights.detach(), expected[4].detach(), 1e-12)
-        for ours, theirs in zip(dx, expected[1], strict=True):
-            close(ours, theirs, 1e-12)
-        for name, gradient in expected[2].items():
-            close(gradients[name], gradient, 1e-12)
-
-
 def test_a_transformer_encoder_trained_and_evaluated():
     """With masks of keys, which torch would turn into nested tensors in evaluation."""
     x = torch.randn(3, 6, 24, generator=torch.Generator().manual_seed(0)).double()
@@ -245,8 +182,8 @@ def test_a_transformer_encoder_trained_and_evaluated():
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(out, evaluated, rtol=1e-8, atol=1e-10)
-        assert report["layers.0.self_attn"] == "heads sharded"
-        assert report["layers.0.self_attn.out_proj"] == "sharded"
+        assert report["layers.0.self_attn"] == "replicated"
+        assert report["layers.0.linear1"] == "outputs sharded"
         assert nested
 
 
@@ -345,15 +282,15 @@ def test_what_cannot_be_sharded_by_heads():
     with fake_group(2):
         mesh = make_mesh(tp=2)["tp"]
         relative = RandMultiHeadAttention(8, 2, 4, SRPE=sinSRPE(2, 4, 2, 4))
-        appending = nn.MultiheadAttention(8, 2, add_bias_kv=True)
-        report = {entry.name: entry for entry in tensor_parallel(nn.Sequential(relative, appending), mesh).placements}
+        packed = nn.MultiheadAttention(8, 2)
+        report = {entry.name: entry for entry in tensor_parallel(nn.Sequential(relative, packed), mesh).placements}
         messages = []
         for module in (nn.Linear(4, 4), RandMultiHeadAttention(6, 3, 4)):
             with pytest.raises((TypeError, ShapeError)) as caught:
                 parallelize_module(module, mesh, HeadwiseParallel())
             messages.append(str(caught.value))
     assert report["0"].reason == "has relative positions of all heads"
-    assert report["1"].reason == "has add_bias_kv or add_zero_attn"
+    assert report["1"].reason.startswith("its projections are packed: use RandMultiHeadAttention")
     assert report["1.out_proj"][2:] == ("replicated", "with '1'")
     assert messages[0] == "Linear is not an attention whose heads can be sharded: name its projections"
     assert messages[1] == "RandMultiHeadAttention has 3 heads, which are not a multiple of the 2 ranks"

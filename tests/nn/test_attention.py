@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from panther.compat import PantherMLAttention
-from panther.distributed.tensor._attention import HeadwiseMultiheadAttention, HeadwiseRandAttention
+from panther.distributed.tensor._attention import HeadwiseRandAttention
 from panther.errors import DTypeError, NumericalWarning, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
 from panther.nn.attention import _features
@@ -227,7 +227,6 @@ def test_causal_masks_and_the_constructors_value():
 
 SAME_ARGUMENTS = [
     RandMultiHeadAttention, PantherMLAttention, LinearizedMultiheadAttention, HeadwiseRandAttention,
-    HeadwiseMultiheadAttention,
 ]  # fmt: skip
 
 

@@ -47,19 +47,10 @@ from panther.sketch import signs
 
 
 class Layouts:
-    """Placements of input and output; None is the default of the layer.
+    """Placements of input and output; None is the default of the layer."""
 
-    With ``local_output``, the output is this rank's shard as a plain tensor, and otherwise a DTensor.
-    """
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        input: Placement | None = None,
-        output: Placement | None = None,
-        local_output: bool = True,
-    ) -> None:
-        self.mesh, self.input, self.output, self.local_output = mesh, input, output, local_output
+    def __init__(self, mesh: DeviceMesh, input: Placement | None = None, output: Placement | None = None) -> None:
+        self.mesh, self.input, self.output = mesh, input, output
         # The dimensions along which input and output are sharded, or None if this is the last dimension (the features).
         self.input_dim, self.output_dim = _other_dim(input), _other_dim(output)
 
@@ -82,11 +73,9 @@ class Layouts:
             return sum_in_backward(x, self.group)
         return all_gather(x, self.input_dim, self.group, grad="partial")
 
-    def give_columns(self, y: Tensor, size: int) -> Tensor:
-        """Return this rank's part of the ``size`` output features, or gather them if the output is replicated."""
-        if isinstance(self.output, Replicate):
-            return self._given(all_gather(y, -1, self.group), Replicate(), (*y.shape[:-1], size))
-        return self._given(y, Shard(y.dim() - 1), (*y.shape[:-1], size))
+    def give_columns(self, y: Tensor) -> Tensor:
+        """Return this rank's part of the output features, or gather them if the output is replicated."""
+        return all_gather(y, -1, self.group) if isinstance(self.output, Replicate) else y
 
     def take_columns(self, x: Tensor, columns: range) -> Tensor:
         """Return this rank's features of an input that is sharded by features, or replicated."""
@@ -100,21 +89,9 @@ class Layouts:
             return all_reduce(x, group=self.group)
         return reduce_scatter(x, _checked(self.output_dim, x), self.group)
 
-    def give(self, y: Tensor, full_shape: tuple[int, ...]) -> Tensor:
-        """Return the output, which is replicated or sharded along ``output_dim``; ``full_shape`` is its full shape."""
-        placement = Replicate() if self.output_dim is None else Shard(self.output_dim)
-        return self._given(y, placement, (*full_shape[:-1], y.shape[-1]))
-
     def _local(self, x: Tensor, placement: Placement) -> Tensor:
         # A plain tensor is assumed to have this placement, because it does not record its placement.
         return x.redistribute(self.mesh, [placement]).to_local() if isinstance(x, DTensor) else x
-
-    def _given(self, y: Tensor, placement: Placement, shape: tuple[int, ...]) -> Tensor:
-        if self.local_output:
-            return y
-        # Shape and stride are given, because from_local assumes shards of equal size, and these shards may be uneven.
-        full = torch.empty(shape, device="meta")
-        return DTensor.from_local(y, self.mesh, [placement], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _other_dim(placement: Placement | None) -> int | None:
@@ -201,7 +178,7 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
         """Map the input to this rank's outputs."""
         x = (self.shared_input or SharedInput(1)).take(input, self.layouts)
         y = unflattened(F.linear(flattened(x), *self.locals("weight", "bias")), x)
-        return self.layouts.give_columns(y, self.out_features)
+        return self.layouts.give_columns(y)
 
 
 class RowwiseLinear(ShardedLayer, nn.Linear):
@@ -222,7 +199,7 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
         else:
             partial = F.linear(x, weight)
         y = self.layouts.scatter_or_sum(partial)
-        return self.layouts.give(y if bias is None else y + bias.to(y.dtype), partial.shape)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class VocabularyEmbedding(ShardedLayer, nn.Embedding):
@@ -244,7 +221,7 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
         partial = F.embedding(rows, self.local("weight")).masked_fill(elsewhere[..., None], 0)
         if padding is not None and padding in self.local_range:  # the row of the padding index gets no gradient
             partial = partial.where((input != padding)[..., None], partial.detach())
-        return self.layouts.give(self.layouts.scatter_or_sum(partial), partial.shape)
+        return self.layouts.scatter_or_sum(partial)
 
 
 class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
@@ -297,7 +274,7 @@ class ColwiseSKLinear(ShardedSKLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
         h = self.layouts.gather_or_sum_in_backward(self.inner(self.layouts.take(input)))
-        return self.layouts.give_columns(self.expanded(h), self.out_features)
+        return self.layouts.give_columns(self.expanded(h))
 
 
 class RowwiseSKLinear(ShardedSKLinear):
@@ -311,7 +288,7 @@ class RowwiseSKLinear(ShardedSKLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
         h = self.inner(self.layouts.take_columns(input, self.local_range))
-        return self.layouts.give(self.expanded(self.layouts.scatter_or_sum(h)), h.shape)
+        return self.expanded(self.layouts.scatter_or_sum(h))
 
 
 class ColwiseLowRankLinear(ShardedLayer, LowRankLinear):
@@ -326,7 +303,7 @@ class ColwiseLowRankLinear(ShardedLayer, LowRankLinear):
         """Map the input to this rank's outputs."""
         x, (down, up, bias) = self.layouts.take(input), self.locals("down", "up", "bias")
         h = self.layouts.gather_or_sum_in_backward(unflattened(F.linear(flattened(x), down.mT), x))
-        return self.layouts.give_columns(unflattened(F.linear(flattened(h), up.mT, bias), h), self.out_features)
+        return self.layouts.give_columns(unflattened(F.linear(flattened(h), up.mT, bias), h))
 
 
 class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
@@ -342,7 +319,7 @@ class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
         x = self.layouts.take_columns(input, self.local_range)
         partial = unflattened(F.linear(flattened(x), self.local("down").mT), x)
         h, (up, bias) = self.layouts.scatter_or_sum(partial), self.locals("up", "bias")
-        return self.layouts.give(unflattened(F.linear(flattened(h), up.mT, bias), h), partial.shape)
+        return unflattened(F.linear(flattened(h), up.mT, bias), h)
 
 
 def shard_layer_(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from panther._torch import checkpoint_wrapped_, functional_collectives
-from panther.distributed.tensor._attention import HeadwiseAttention
+from panther.distributed.tensor._attention import HeadwiseRandAttention
 from panther.distributed.tensor._linear import (
     RowwiseLinear,
     RowwiseLowRankLinear,
@@ -131,7 +131,7 @@ class _Shapes:
                 shapes.summed.add((len(here), layer.out_features))
             elif isinstance(layer, nn.Linear) and layer.bias is None:
                 with_bias_free_product.add((layer.in_features, len(here) or layer.out_features))
-            elif isinstance(layer, HeadwiseAttention):
+            elif isinstance(layer, HeadwiseRandAttention):
                 embed_dim: Any = layer.embed_dim
                 local_dim = len(layer.local_heads) * (embed_dim // layer.num_heads)
                 shapes.summed.add((local_dim, embed_dim))

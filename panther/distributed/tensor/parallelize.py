@@ -77,8 +77,8 @@ def tensor_parallel(
 
     - blocks that the model's own plan names: an attribute ``_tp_plan`` of the model, or of a module in it, with
       ``"colwise"`` or ``"rowwise"`` by globs of layer names, as in models of transformers;
-    - attention by heads, if their number is a multiple of the ranks: :class:`~panther.nn.RandMultiHeadAttention` and
-      nn.MultiheadAttention (whose packed projection is replicated);
+    - :class:`~panther.nn.RandMultiHeadAttention` by heads, if their number is a multiple of the ranks
+      (nn.MultiheadAttention, whose projections are packed, is replicated);
     - pairs of linear layers, sketched or dense, with only elementwise functions between them: neighbours in an
       nn.Sequential, and the feed-forward blocks of torch's transformer layers and of transformers' common classes.
       The outputs of the first layer and the inputs of the second one are sharded, split as by :func:`torch.chunk`, so

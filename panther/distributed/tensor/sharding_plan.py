@@ -131,11 +131,11 @@ def _is_sharded(plan: Plan, name: str) -> bool:
 def _plan_attention(survey: _Survey) -> Plan:
     plan = {}
     for name, module in survey.modules.items():
-        if isinstance(module, RandMultiHeadAttention | nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention):
+            plan[name] = ModulePlan("its projections are packed: use RandMultiHeadAttention, or separate projections")
+        elif isinstance(module, RandMultiHeadAttention):
             refusal = heads_refusal(module, survey.ranks) or survey.obstacle(name)
             reason = f"{module.num_heads // survey.ranks} of {module.num_heads} heads a rank"
-            if isinstance(module, nn.MultiheadAttention) and module._qkv_same_embed_dim:
-                reason += "; its packed projection is replicated"
             plan[name] = ModulePlan(refusal) if refusal else ModulePlan(reason, HeadwiseParallel())
     return plan
 

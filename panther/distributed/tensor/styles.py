@@ -70,7 +70,6 @@ class ColwiseSKParallel(PantherStyle):
             before the features, such as the sequence. A sketched layer gathers 2R numbers per row along it, and a dense
             layer its inputs. A DTensor is redistributed to this placement.
         output_layouts: ``Shard(-1)``, the default, or ``Replicate()``: the outputs of all ranks are gathered.
-        use_local_output: Whether to return a plain tensor instead of a DTensor.
 
     Raises:
         ValueError: If a layout is not one of these.
@@ -106,13 +105,12 @@ class ColwiseSKParallel(PantherStyle):
         *,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
-        use_local_output: bool = True,
     ) -> None:
         super().__init__()
         layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
         _check_layout(self._features, layouts[self._features], features=True)
         _check_layout(self._sequence, layouts[self._sequence], features=False)
-        self.input_layouts, self.output_layouts, self.use_local_output = input_layouts, output_layouts, use_local_output
+        self.input_layouts, self.output_layouts = input_layouts, output_layouts
 
     def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard a layer that is equal on every rank, in place; nothing is sent."""
@@ -121,7 +119,7 @@ class ColwiseSKParallel(PantherStyle):
                 f"{type(self).__name__} shards {' or '.join(plain.__name__ for plain in self._kinds)}, not a "
                 f"{type(module).__name__}: name its layers"
             )
-        layouts = Layouts(mesh, self.input_layouts, self.output_layouts, self.use_local_output)
+        layouts = Layouts(mesh, self.input_layouts, self.output_layouts)
         return shard_layer_(module, mesh, self._kinds[type(module)], layouts)
 
 
@@ -136,7 +134,6 @@ class RowwiseSKParallel(ColwiseSKParallel):
         input_layouts: ``Shard(-1)``, the default, or ``Replicate()``. An embedding takes replicated indices.
         output_layouts: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension before the features, such as
             the sequence: each rank gets its shard of the sum.
-        use_local_output: Whether to return a plain tensor instead of a DTensor.
 
     Raises:
         ValueError: If a layout is not one of these.
@@ -175,20 +172,18 @@ class RowwiseSKParallel(ColwiseSKParallel):
 
 
 class HeadwiseParallel(PantherStyle):
-    """Shard a :class:`~panther.nn.RandMultiHeadAttention` or nn.MultiheadAttention by heads.
+    """Shard a :class:`~panther.nn.RandMultiHeadAttention` by heads.
 
     Every rank projects, attends and projects back with its own heads, and the outputs are summed. Parameters are
     DTensors: W0 is sharded along its inputs, and the other weights, their biases and the random directions along the
-    heads. Each rank draws the directions of its heads. The packed projection of nn.MultiheadAttention is replicated,
-    and each rank uses the rows of its heads. Weights and directions are taken from the mesh's first rank.
+    heads. Each rank draws the directions of its heads. Weights and directions are taken from the mesh's first rank.
 
     Raises:
-        TypeError: When applied, if the module has a different class, or has relative positions (``SRPE``),
-            ``add_bias_kv`` or ``add_zero_attn``.
+        TypeError: When applied, if the module has a different class, or has relative positions (``SRPE``).
         ShapeError: When applied, if the heads are not a multiple of the ranks.
 
     Cost: an all-reduce of the output in forward, and of the gradients of query, key and value in backward (once if they
-        are the same tensor), and of the gradient of a packed projection.
+        are the same tensor).
 
     Example:
         >>> import torch, panther as pr
