@@ -237,13 +237,15 @@ def test_what_is_refused():
     messages = on_ranks(rank)[0]
     assert messages[0] == "ColwiseSKParallel shards SKLinear or LowRankLinear or Linear, not a ReLU: name its layers"
     assert messages[1].startswith("a dimension of 1 cannot be split into 2 chunks")
-    assert messages[2] == "layer_configs is empty and must have at least one layer"
-    assert messages[3] == "layer_configs[0] lacks out_features, sketch_size: add it"
+    listed = "layer_configs must be a list of mappings, one for each layer, and at least one"
+    keys = "and must have in_features, out_features, sketch_size"
+    assert messages[2] == listed
+    assert messages[3] == f"layer_configs[0] has the keys in_features, {keys}"
     assert messages[4].startswith("layer_configs[0] gives 4 features and layer_configs[1] takes 5")
     assert messages[5:] == [
-        "layer_configs[0] has the unknown key 'activation': use in_features, out_features, sketch_size",
-        "layer_configs must be a list of mappings, not dict",
-        "layer_configs[0] must be a mapping, not int",
+        f"layer_configs[0] has the keys in_features, out_features, sketch_size, activation, {keys}",
+        listed,
+        listed,
         "tensor_parallel_group is None: pass a process group, such as torch.distributed.group.WORLD",
         "a group must be a process group, such as mesh['dp'].get_group(), or None, not str",
     ]

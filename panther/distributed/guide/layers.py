@@ -36,20 +36,14 @@ def check_configs(
     layer_configs: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
 ) -> list[tuple[int, int, int]]:
     """Return every layer's three sizes, or raise if a size is missing or an input's width is not the last output's."""
-    if isinstance(layer_configs, str) or not isinstance(layer_configs, Sequence):
-        raise TypeError(f"layer_configs must be a list of mappings, not {type(layer_configs).__name__}")
-    if not layer_configs:
-        raise ShapeError("layer_configs is empty and must have at least one layer")
+    if not layer_configs or not all(isinstance(config, Mapping) for config in layer_configs):
+        raise ShapeError("layer_configs must be a list of mappings, one for each layer, and at least one")
     for index, config in enumerate(layer_configs):
-        if not isinstance(config, Mapping):
-            raise TypeError(f"layer_configs[{index}] must be a mapping, not {type(config).__name__}")
-        for key in config:
-            if key not in (*_KEYS, *optional):
-                raise ShapeError(
-                    f"layer_configs[{index}] has the unknown key {key!r}: use {', '.join((*_KEYS, *optional))}"
-                )
-        if absent_keys := [key for key in _KEYS if key not in config]:
-            raise ShapeError(f"layer_configs[{index}] lacks {', '.join(absent_keys)}: add it")
+        if not set(_KEYS) <= config.keys() <= {*_KEYS, *optional}:
+            raise ShapeError(
+                f"layer_configs[{index}] has the keys {', '.join(map(str, config))}, and must have {', '.join(_KEYS)}"
+                + "".join(f", and may have {name}" for name in optional)
+            )
         for key in _KEYS:
             check_size(f"layer_configs[{index}][{key!r}]", config[key], least=1)
     for index, (config, next_config) in enumerate(pairwise(layer_configs)):

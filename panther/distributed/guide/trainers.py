@@ -3,13 +3,11 @@
 __all__ = ["AdvancedDistributedTrainer", "MicrobatchPipelineTrainer"]
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.utils.data import DataLoader, IterableDataset
 
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
@@ -94,8 +92,7 @@ class AdvancedDistributedTrainer:
         """Train for one epoch. Every rank must call it, with its own batches.
 
         A rank that has used all of its batches takes part in the collectives of the remaining ranks, without
-        contributing gradients, until all ranks are finished (torch's Join). This costs a message per batch, and is
-        skipped if the lengths of lists or loaders are equal on all ranks.
+        contributing gradients, until all ranks are finished (torch's Join, which sends a message per batch).
 
         Args:
             dataloader: Batches of samples and targets.
@@ -117,7 +114,7 @@ class AdvancedDistributedTrainer:
         joined: list[Joinable] = [self.ddp_model]
         if isinstance(optimizer, Joinable):  # such as ZeroRedundancyOptimizer, which broadcasts in its step
             joined.append(optimizer)
-        with watched("train_epoch"), Join(joined, enable=not self._as_many_everywhere(dataloader)):
+        with watched("train_epoch"), Join(joined):
             for data, target in dataloader:
                 data, target = data.to(device), target.to(device)
                 optimizer.zero_grad()
@@ -134,17 +131,6 @@ class AdvancedDistributedTrainer:
                 "no rank has a batch, so nothing was trained: pass a loader, which can be read more than once"
             )
         return (sums[0] / sums[1]).item()
-
-    def _as_many_everywhere(self, dataloader: Any) -> bool:
-        """Return whether all ranks have equal numbers of batches, judged by lengths that are reliable."""
-        streams = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
-        # The length of a stream is only an estimate, and the remaining ranks would wait for a rank that ends early.
-        has_length = isinstance(dataloader, list | tuple | DataLoader) and not streams
-        length = len(dataloader) if has_length else -1
-        ends = torch.tensor([length, -length], device=next(self.model.parameters()).device)
-        with watched("train_epoch"):
-            dist.all_reduce(ends, dist.ReduceOp.MAX)
-        return has_length and bool(ends[0] == -ends[1])
 
 
 class MicrobatchPipelineTrainer:
