@@ -72,7 +72,7 @@ class TrainConfig(ParallelismSettings):
     :meth:`panther.distributed.ClusterSpec.save` wrote, by which the advisor compares layouts. Without it speeds are
     uncalibrated, and no layout is chosen for them."""
 
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble"] = "1f1b"
     """Schedule of the pipeline, as for :func:`panther.distributed.make_schedule`."""
 
     scaler_init_scale: float | None = None

@@ -249,8 +249,6 @@ class Trainer:
 
     def _feed(self, data: Any, training: bool = True) -> Feed:
         engine, config = self._engine, self.config
-        if not training:
-            engine.check_evaluation()
         compare_samples("training" if training else "validation", data, get_world_size() > engine.size)
         return Feed(
             data,

@@ -208,15 +208,13 @@ def test_different_stages():
         last = dist.get_rank() == 1
         return [
             error_of(lambda: split_stages(model(), 2, ["3" if last else "2"])),
-            error_of(lambda: split_stages(model(), 4, order="v" if last else "loop")),
             error_of(lambda: split_stages(model(), 4 if last else 2)),
         ]
 
     first, second = on_ranks(rank)
     assert first == second
     assert "points=['2'] on rank 0 and ['3'] on rank 1" in first[0]
-    assert "order='loop' on rank 0 and 'v' on rank 1" in first[1]
-    assert "n=2 on rank 0 and 4 on rank 1" in first[2]
+    assert "n=2 on rank 0 and 4 on rank 1" in first[1]
 
 
 def test_different_schedules_and_batches():

@@ -77,7 +77,7 @@ def check(world, config, clip=0.1, steps=10):
         (4, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
         (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         pytest.param(4, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}, marks=pytest.mark.slow),
-        (4, {"pipeline_parallel_size": 2, "schedule": "zbv", "data_parallel": "replicate"}),
+        (4, {"pipeline_parallel_size": 2, "schedule": "interleaved", "data_parallel": "replicate"}),
         pytest.param(
             4, {"tensor_parallel_size": 2, "cpu_offload": True, "reshard_after_forward": False}, marks=pytest.mark.slow
         ),

@@ -29,27 +29,19 @@ def data(n=12):
     return x, torch.randn(n, 5, generator=generator, dtype=torch.float64)
 
 
-SCHEDULES = {
-    "gpipe": (1, "loop"),
-    "1f1b": (1, "loop"),
-    "interleaved": (2, "loop"),
-    "looped_bfs": (2, "loop"),
-    "zero_bubble": (2, "loop"),
-    "zbv": (2, "v"),
-    "dualpipev": (2, "v"),
-}
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zero_bubble": 2}
 
 
 @pytest.mark.parametrize(("name", "reduction"), half_of([*SCHEDULES], ["mean", "sum"]))
 def test_ten_steps_are_those_of_one_process(name, reduction):
-    per_rank, order = SCHEDULES[name]
+    per_rank = SCHEDULES[name]
     x, y = data()
     criterion = nn.MSELoss(reduction=reduction)
     rate = 0.1 if reduction == "mean" else 0.002
 
     def rank():
         model = network(100 + dist.get_rank(), fitted=True)  # other weights and sketches on every rank
-        stages = split_stages(model, 2 * per_rank, order=order)
+        stages = split_stages(model, 2 * per_rank)
         schedule = make_schedule(name, stages, 4, criterion)
         losses, output = take_pipeline_steps(torch.optim.SGD(schedule.parameters(), rate), schedule, x, y)
         weights = weights_of(*(stage.submod for stage in stages))
@@ -94,20 +86,17 @@ def test_stages_by_size_or_by_name_over_three_ranks(points):
 def test_what_is_refused():
     def rank():
         model = network(0)
-        one, two, v = (split_stages(model, n, order=order) for n, order in ((2, "loop"), (4, "loop"), (4, "v")))
+        one, two = (split_stages(model, n) for n in (2, 4))
         loss = nn.MSELoss()
         x, y = data()
         messages = []
         for call in (
             lambda: split_stages(model, 3),
-            lambda: split_stages(model, 2, order="v"),
             lambda: split_stages(model, 2, ["x"]),
             lambda: split_stages(model, 12),
             lambda: split_stages(nn.Linear(2, 2), 2),
             lambda: make_schedule("2f2b", one, 2, loss),
             lambda: make_schedule("gpipe", two, 2, loss),
-            lambda: make_schedule("zbv", two, 2, loss),
-            lambda: make_schedule("interleaved", v, 2, loss),
             lambda: make_schedule("gpipe", one, 2, nn.MSELoss(reduction="none")),
             lambda: make_schedule("gpipe", one, 5, loss).step(x, y),
             lambda: make_schedule("1f1b", [], 2, loss),
@@ -121,21 +110,18 @@ def test_what_is_refused():
 
     messages = on_ranks(rank)[0]
     assert messages[0] == "n=3 stages must be a multiple of the ranks (2): use n=4"
-    assert messages[1] == "n=2 stages must be twice the ranks of the axis (2): use n=4"
-    assert messages[2].startswith("points=['x'] must be 1 different names of children after the first")
-    assert messages[3] == "11 layers cannot make 12 stages of at least one layer: use fewer stages"
-    assert messages[4].startswith("split_stages splits an nn.Sequential by itself, but not a Linear")
-    assert messages[5].startswith("schedule '2f2b' is unknown: use one of 'gpipe', '1f1b'")
-    assert messages[6] == "schedule 'gpipe' takes one stage a rank, not 2: use n=2 stages"
-    assert messages[7] == "schedule 'zbv' takes two stages a rank in the order 'v': use split_stages(..., 4, order='v')"
-    assert messages[8].startswith("schedule 'interleaved' takes stages in the order 'loop'")
-    assert messages[9] == "the loss has reduction='none', and must have 'mean' or 'sum'"
+    assert messages[1].startswith("points=['x'] must be 1 different names of children after the first")
+    assert messages[2] == "11 layers cannot make 12 stages of at least one layer: use fewer stages"
+    assert messages[3].startswith("split_stages splits an nn.Sequential by itself, but not a Linear")
+    assert messages[4].startswith("schedule '2f2b' is unknown: use one of 'gpipe', '1f1b'")
+    assert messages[5] == "schedule 'gpipe' takes one stage a rank, not 2: use n=2 stages"
+    assert messages[6] == "the loss has reduction='none', and must have 'mean' or 'sum'"
     rule = "12 samples cannot be split into num_microbatches=5 of equal size"
     fix = "set num_microbatches to one of 1, 2, 3, 4, 6, 12, or use a batch of a multiple of 5 samples"
-    assert messages[10] == f"{rule}: {fix}"
-    assert messages[11].startswith("stages is empty, and must have the stages of this rank")
-    assert messages[12] == "loss_fn must be a function of output and target, not a str"
-    assert messages[13] == "split_stages takes an nn.Module, not 'model'"
+    assert messages[7] == f"{rule}: {fix}"
+    assert messages[8].startswith("stages is empty, and must have the stages of this rank")
+    assert messages[9] == "loss_fn must be a function of output and target, not a str"
+    assert messages[10] == "split_stages takes an nn.Module, not 'model'"
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         split_stages(network(0), 2)
 
@@ -170,23 +156,21 @@ def test_gradients_are_added_to_those_of_earlier_steps():
     assert on_ranks(run) == [[True, True], [True, True]]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_batches_of_several_sizes_are_those_of_one_process(name):
     """As the last one of an epoch is smaller; gradients of earlier steps stay."""
-    per_rank, order = SCHEDULES[name]
+    per_rank = SCHEDULES[name]
     x, y = data()
     sizes = 8, 4, 8, 2
     criterion = nn.MSELoss()
 
     def rank():
         model = network(100)
-        schedule = make_schedule(name, split_stages(model, 2 * per_rank, order=order), 2, criterion)
+        schedule = make_schedule(name, split_stages(model, 2 * per_rank), 2, criterion)
         found = [schedule.step(x[:n], y[:n]) for n in sizes]
-        evaluated = None
-        if order == "loop":  # torch's schedules in a v cannot evaluate
-            # A batch of the size of the step before, which all versions of torch can evaluate.
-            given, wanted = (x[:2],) if schedule.is_first else (), {"target": y[:2]} if schedule.is_last else {}
-            evaluated = schedule.schedule.eval(*given, **wanted)
+        # A batch of the size of the step before, which all versions of torch can evaluate.
+        given, wanted = (x[:2],) if schedule.is_first else (), {"target": y[:2]} if schedule.is_last else {}
+        evaluated = schedule.schedule.eval(*given, **wanted)
         found.append(schedule.step(x[:4], y[:4]))
         gradients = {key: p.grad for stage in schedule.stages for key, p in stage.submod.named_parameters()}
         return [(o.detach(), loss.detach()) for o, loss in found if o is not None], gradients, evaluated
@@ -200,7 +184,7 @@ def test_batches_of_several_sizes_are_those_of_one_process(name):
     assert len(steps) == len(expected)
     for found, wanted in zip(steps, expected, strict=True):
         torch.testing.assert_close(found, tuple(t.detach() for t in wanted), rtol=1e-10, atol=1e-12)
-    assert order == "v" or torch.allclose(evaluated, single(x[:2]), rtol=1e-10)
+    assert torch.allclose(evaluated, single(x[:2]), rtol=1e-10)
     for key, parameter in single.named_parameters():
         torch.testing.assert_close({**first[1], **second[1]}[key], parameter.grad, rtol=1e-10, atol=1e-12)
 

@@ -242,12 +242,6 @@ def test_what_does_not_go_together_is_refused():
             messages.append(str(caught.value))
         with pytest.raises(ConfigError, match="a pipeline needs loss_fn"):
             Trainer(build(), config=TrainConfig(strategy="pp")).fit(DataLoader(samples(), 4))
-        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))).double()
-        config = TrainConfig(strategy="pp", pipeline_schedule="zbv", num_microbatches=4)
-        trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config)
-        with pytest.raises(ConfigError, match="pipeline_schedule='zbv' cannot be evaluated by torch"):
-            trainer.fit(DataLoader(samples(8), 4), DataLoader(samples(8), 4))
-        assert trainer.fit(DataLoader(samples(8), 4)).last["step"] == 2
         return messages
 
     messages, _ = on_ranks(run)

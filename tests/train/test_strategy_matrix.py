@@ -101,8 +101,8 @@ REFUSED = [
     ),
     ({"comm_hook": "bf16", "tensor_parallel_size": 2}, "comm_hook='bf16' is for strategy='ddp' or 'zero1', and tens"),
     (
-        {"strategy": "pp", "pipeline_schedule": "zbv", "activation_checkpointing": "selective"},
-        "activation_checkpointing='selective' and pipeline_schedule='zbv' do not go together: torch saves selectively",
+        {"strategy": "pp", "pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"},
+        "activation_checkpointing='selective' and pipeline_schedule='zero_bubble' do not go together: torch saves",
     ),
     ({"mixed_precision": "fp16", "cpu_offload": True}, "and mixed_precision='fp16'.*: leave one of them out"),
 ]

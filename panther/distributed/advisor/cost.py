@@ -29,7 +29,7 @@ from panther.distributed.advisor.cluster import ClusterSpec, optimizer_bytes
 from panther.distributed.advisor.layer_stats import TensorStats
 from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.parallelize.layout import Layout
-from panther.distributed.pipeline.balance import SCHEDULES, balance_stages, stages_of_rank
+from panther.distributed.pipeline.balance import SCHEDULES, balance_stages
 from panther.errors import ShapeError
 
 _BUCKET = 25 * 2**20  # bytes of a gradient bucket, torch's default for DDP
@@ -207,7 +207,7 @@ class _Rank:
     optimizer_states: float
 
     def __post_init__(self) -> None:
-        self.own_stages = stages_of_rank(self.rank, self.layout.pp, len(self.stages), "loop")
+        self.own_stages = range(self.rank, len(self.stages), self.layout.pp)
         layers = {layer for stage in self.own_stages for layer in self.stages[stage]}
         self.tensors = [tensor for tensor in self.stats.tensors if tensor.layer in layers]
         self.layers = [self.stats.layers[i] for i in sorted(layers)]
@@ -224,16 +224,16 @@ class _Rank:
 
     def activations(self) -> float:
         """Return the most bytes that are kept for backward passes, for all microbatches in flight."""
-        kept = list(map(self._kept, self.own_stages))
+        stage_bytes = list(map(self._kept, self.own_stages))
         # For two stages per rank it is an upper bound: all microbatches in flight are in the larger one.
-        in_flight_bytes = min(self._in_flight() * max(kept), self.layout.num_microbatches * sum(kept))
+        in_flight_bytes = min(self._in_flight() * max(stage_bytes), self.layout.num_microbatches * sum(stage_bytes))
         return in_flight_bytes + max(map(self._recomputed, self.own_stages))
 
     def _kept(self, stage: int) -> float:
         """Return the bytes that are kept for a microbatch in a stage; the input counts as a pipeline buffer."""
-        kept = sum(self.stats.layers[i].activations.at(self.samples) for i in self.stages[stage])
+        kept_bytes = sum(self.stats.layers[i].activations.at(self.samples) for i in self.stages[stage])
         # In mixed precision, FSDP2 saves a cast copy of the stage's input.
-        return kept if self.stats.mixed_precision else max(0.0, kept - self.input_of(stage))
+        return kept_bytes if self.stats.mixed_precision else max(0.0, kept_bytes - self.input_of(stage))
 
     def _recomputed(self, stage: int) -> float:
         """Return the bytes that the backward pass of a stage recomputes, minus the bytes that later layers freed."""

@@ -231,7 +231,7 @@ def run(
     """
     counts = Run(batch, len(layers))
     weights = {storage(tensor) for _, _, tensor in _places_of_tensors(model)}
-    kept: dict[int, Tensor] = {}  # references, so that no other storage gets the same address
+    kept_tensors: dict[int, Tensor] = {}  # references, so that no other storage gets the same address
     current = 0
     block: _Block | None = None
     work, traffic = WorkCounter(), CommunicationCounter()
@@ -256,8 +256,8 @@ def run(
     def keep(tensor: Tensor) -> None:
         key = storage(tensor)
         # A tensor that more than one operation saves counts once.
-        if key not in weights and key not in kept:
-            kept[key] = tensor
+        if key not in weights and key not in kept_tensors:
+            kept_tensors[key] = tensor
             counts.activations[current] += _stored_bytes(tensor)
 
     def select(tensor: Tensor) -> None:
@@ -289,7 +289,7 @@ def run(
         if block.policy is not None:  # which saves what ranks have summed
             work_again[3:] = 0
         counts.sums[:, current] += work_again
-        held = {key: tensor for key, tensor in block.saved.items() if key not in weights and key not in kept}
+        held = {key: tensor for key, tensor in block.saved.items() if key not in weights and key not in kept_tensors}
         # What the policy saves and autograd does not is freed when backward reaches the block.
         freed = [tensor for key, tensor in block.selected.items() if key not in block.saved]
         recomputed = sum(map(_stored_bytes, held.values())) - sum(map(_stored_bytes, freed))

@@ -135,8 +135,8 @@ def _plan(
 def _plan_stages(model: nn.Module, config: ParallelismConfig, ranks: int) -> "StagePlan":
     from panther.distributed.pipeline.stages import plan_stages  # here, because torch's pipelines are slow to import
 
-    layers, kind = config.pipeline_layers, SCHEDULES[config.schedule]
-    n = ranks * kind.stages_per_rank
+    layers = config.pipeline_layers
+    n = ranks * SCHEDULES[config.schedule].stages_per_rank
     if layers is None and not isinstance(model, nn.Sequential):
         raise ShapeError(
             f"a pipeline splits an nn.Sequential, not a {type(model).__name__}: make the model one, or name its "
@@ -148,7 +148,7 @@ def _plan_stages(model: nn.Module, config: ParallelismConfig, ranks: int) -> "St
             f"every one of {n} stages must have something to train, and {len(trained)} of the model's children "
             "have parameters that require a gradient: use fewer stages"
         )
-    return plan_stages(model, n, ranks, order=kind.order, layers=layers, sample_input=config.sample_input)
+    return plan_stages(model, n, ranks, layers=layers, sample_input=config.sample_input)
 
 
 def _agree(model: nn.Module, config: ParallelismConfig, plan: Callable[[], _ModelPlan]) -> _ModelPlan:

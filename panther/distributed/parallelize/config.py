@@ -121,7 +121,7 @@ in the CPU's memory: leave it out, or change data_parallel
     """Strategy of data parallelism, as for :func:`data_parallel`. None is for a single data-parallel rank, whose
     parameters stay as they are."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble"] = "1f1b"
     """Schedule of the pipeline, one of those of :func:`make_schedule`. For schedules with two stages a rank,
     ``num_microbatches`` is their number by default."""
 

@@ -1,6 +1,6 @@
 """Pipeline schedules, the stages that they need, and the balance of stages, without an import of torch."""
 
-__all__ = ["SCHEDULES", "ScheduleKind", "balance_stages", "check_schedule", "stages_of_rank"]
+__all__ = ["SCHEDULES", "ScheduleKind", "balance_stages", "check_schedule"]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,6 @@ class ScheduleKind:
     class_name: str
     stages_per_rank: int = 2
     """Number of stages of a rank if the library chooses; torch's looped schedules take any number above 1."""
-    order: str = "loop"
-    """The ``order`` of :func:`split_stages` that the schedule needs."""
     splits_backward: bool = False
     """Whether gradients of inputs and of weights are computed in two passes."""
 
@@ -38,8 +36,6 @@ SCHEDULES = {
     "interleaved": ScheduleKind("ScheduleInterleaved1F1B"),
     "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
     "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", splits_backward=True),
-    "zbv": ScheduleKind("ScheduleZBVZeroBubble", order="v", splits_backward=True),
-    "dualpipev": ScheduleKind("ScheduleDualPipeV", order="v", splits_backward=True),
 }
 
 
@@ -52,14 +48,7 @@ def check_schedule(name: str) -> None:
 def balance_stages(costs: Sequence[float], n: int) -> list[int]:
     """Divide items into n non-empty runs of consecutive items with the smallest largest sum; return where runs begin.
 
-    Raises:
-        ShapeError: If there are fewer items than runs.
-
     Cost: O(n len(costs)^2).
-
-    Example:
-        >>> balance_stages([4, 1, 1, 1, 3], 2)
-        [0, 2]
     """
     if len(costs) < n:
         raise ShapeError(f"{len(costs)} layers cannot make {n} stages of at least one layer: use fewer stages")
@@ -78,8 +67,3 @@ def balance_stages(costs: Sequence[float], n: int) -> list[int]:
         end = table[end]
         last.append(end)
     return [0, *reversed(last)]
-
-
-def stages_of_rank(rank: int, ranks: int, n: int, order: str) -> list[int]:
-    """Return the stages of a rank, of n in the order ``"loop"`` or ``"v"`` of :func:`split_stages`."""
-    return [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from panther._torch import forget_shapes
 from panther.distributed.comm.agreement import agree, describe_settings
 from panther.distributed.comm.diagnostics import watched
-from panther.distributed.pipeline.balance import SCHEDULES, ScheduleKind, check_schedule, stages_of_rank
+from panther.distributed.pipeline.balance import SCHEDULES, ScheduleKind, check_schedule
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.errors import ShapeError, check_size
 
@@ -134,7 +134,7 @@ def make_schedule(
 
     Args:
         name: ``"gpipe"`` or ``"1f1b"``, with one stage per rank; ``"interleaved"``, ``"looped_bfs"`` or
-            ``"zero_bubble"``, with more than one; ``"zbv"`` or ``"dualpipev"``, with two in the order ``"v"``.
+            ``"zero_bubble"``, with more than one.
         stages: The stages of this rank, from :func:`~panther.distributed.split_stages`.
         num_microbatches: Number of microbatches, which must divide the number of samples in a batch.
         loss_fn: ``loss_fn(output, target)``. If its attribute ``reduction`` is ``"sum"``, the losses of microbatches
@@ -188,13 +188,6 @@ def _make(
     ranks, n = stages[0].group_size, stages[0].num_stages
     if not is_looped and len(stages) != 1:
         raise ValueError(f"schedule {name!r} takes one stage a rank, not {len(stages)}: use n={ranks} stages")
-    stage_indices = stages_of_rank(stages[0].group_rank, ranks, n, kind.order)
-    # torch's schedules with more than one stage per rank assume this assignment of stages to ranks.
-    if is_looped and [stage.stage_index for stage in stages] != stage_indices:
-        how, fix = "stages", "leave order='v' out of split_stages"
-        if kind.order == "v":
-            how, fix = "two stages a rank", f"use split_stages(..., {2 * ranks}, order='v')"
-        raise ValueError(f"schedule {name!r} takes {how} in the order {kind.order!r}: {fix}")
     reduction = check_reduction(loss_fn, "loss")
     # torch's scale_grads is not used, because it would also divide gradients that were accumulated in earlier steps.
     share = DividedLoss(loss_fn, num_microbatches) if reduction == "mean" else loss_fn

@@ -23,15 +23,13 @@ from panther.distributed.comm.mesh import get_distributed_info, groups_of
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.pipeline._export import trace_stages
 from panther.distributed.pipeline._stage_graph import StageGraph
-from panther.distributed.pipeline.balance import balance_stages, stages_of_rank
+from panther.distributed.pipeline.balance import balance_stages
 from panther.distributed.pipeline.stage_modules import Children, from_source_
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size
 
 Blocks = Children | StageGraph
 """The blocks of a model: a stage is a run of consecutive blocks."""
-
-_ORDERS = ("loop", "v")
 
 
 def split_stages(
@@ -40,7 +38,6 @@ def split_stages(
     points: Sequence[str] | None = None,
     *,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    order: str = "loop",
     layers: str | None = None,
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> list[PipelineStage]:
@@ -60,12 +57,10 @@ def split_stages(
         model: The model, built in the same way on every rank, on its device. It is not changed; its layers are shared
             with the stages. Or a model on the meta device, or a function that builds one, which is called with
             ``torch.device("meta")``: ``materialize_([stage.submod for stage in stages])`` fills the stages.
-        n: Number of stages, a multiple of the ranks.
+        n: Number of stages, a multiple of the ranks. Rank r has the stages r, r + ranks, ...
         points: Names of the modules at which stages begin, except the first stage, such as ``["layers.4"]``. None makes
             the largest stage as small as possible, in parameters.
         mesh: The pp axis, a one-dimensional mesh or a process group; None is the world.
-        order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: rank r has the stages r and
-            2 ranks - 1 - r, which the schedules ``"zbv"`` and ``"dualpipev"`` need.
         layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
         sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential.
 
@@ -77,7 +72,6 @@ def split_stages(
             names the wrong modules, the model cannot be traced, or more than one stage would train a parameter.
         TypeError: If the model is not an nn.Sequential and ``sample_input``, or both ``points`` and ``layers``, are
             missing.
-        ValueError: If ``order`` is unknown.
         DistributedError: On every rank, if models or arguments differ between ranks, or there is no process group.
 
     Cost: a broadcast of the model; the trace runs it twice, on fake tensors.
@@ -107,10 +101,9 @@ def split_stages(
 
     def check() -> dict[str, Any]:
         ranks = dist.get_world_size(group) if group else 1
-        more: dict[str, Any] = {"order": order, "layers": layers}
-        plans[:] = [plan_stages(model, n, ranks, points, sample_input=sample_input, **more)]
+        plans[:] = [plan_stages(model, n, ranks, points, layers=layers, sample_input=sample_input)]
         # Ranks that disagree would wait for messages that no other rank sends.
-        settings = {"n": n, "points": None if points is None else list(points), **more}
+        settings = {"n": n, "points": None if points is None else list(points), "layers": layers}
         return settings | {"sample_input": plans[0].sample}
 
     broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
@@ -124,7 +117,6 @@ class StagePlan:
 
     blocks: Blocks
     begins: list[int]
-    order: str
     sample: list[tuple[tuple[int, ...], torch.dtype]] | None
     """Shapes and dtypes of the sample input, which must be equal on all ranks."""
 
@@ -137,7 +129,7 @@ class StagePlan:
         if is_empty:
             device = get_distributed_info().device  # where materialize_ allocates
         stages: list[PipelineStage] = []
-        for i in stages_of_rank(dist.get_rank(group), dist.get_world_size(group), len(ends), self.order):
+        for i in range(dist.get_rank(group), len(ends), dist.get_world_size(group)):
             module = self.blocks.module(model, self.begins[i], ends[i])
             from_source_(module, model if is_empty else None)
             stage = _Stage(module, i, len(ends), device, group=group)
@@ -222,7 +214,6 @@ def plan_stages(
     ranks: int,
     points: Sequence[str] | None = None,
     *,
-    order: str = "loop",
     layers: str | None = None,
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> StagePlan:
@@ -230,12 +221,9 @@ def plan_stages(
 
     Nothing is communicated: ranks with equal models and arguments get equal plans.
     """
-    if order not in _ORDERS:
-        raise ValueError(f"order={order!r} is unknown: use one of {', '.join(map(repr, _ORDERS))}")
     check_size("n", n, least=1)
-    if n % ranks or (order == "v" and n != 2 * ranks):
-        rule = f"twice the ranks of the axis ({ranks})" if order == "v" else f"a multiple of the ranks ({ranks})"
-        raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
+    if n % ranks:
+        raise ShapeError(f"n={n} stages must be a multiple of the ranks ({ranks}): use n={-(-n // ranks) * ranks}")
     if points is not None and (isinstance(points, str) or not all(isinstance(point, str) for point in points)):
         raise TypeError(f"points={points!r} must be a list of names of modules at which stages begin, such as ['2']")
     if points is not None and layers is not None:
@@ -265,7 +253,7 @@ def plan_stages(
     # Checked last, because it depends on the stages whether a shared parameter is in only one of them.
     _check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
-    return StagePlan(blocks, begins, order, sample)
+    return StagePlan(blocks, begins, sample)
 
 
 def _starts(model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None) -> list[str]:

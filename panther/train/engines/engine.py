@@ -145,9 +145,6 @@ class Engine(ABC):
         self.weight = None if self.weights.by_samples else sum(weights)
         return weights
 
-    def check_evaluation(self) -> None:  # noqa: B027 (most engines can evaluate)
-        """Raise ConfigError if this layout cannot be evaluated."""
-
     def modules(self) -> list[nn.Module]:
         """Return the modules of this rank."""
         return self.model if isinstance(self.model, list) else [self.model]

@@ -72,15 +72,6 @@ class PipelineEngine(Engine):
         parts = [_rows(batch.data, begin, begin + size) for begin in range(0, batch.samples, size)]
         return [self.weights.of(part, size) / (size * (self.weight_unit or 1.0)) for part in parts]
 
-    def check_evaluation(self) -> None:  # noqa: D102 (documented in Engine)
-        # In torch 2.13, the eval of these schedules needs gradients, which an evaluation does not compute.
-        name = self.parallel.layout.schedule
-        if name in ("zbv", "dualpipev"):
-            raise ConfigError(
-                f"pipeline_schedule={name!r} cannot be evaluated by torch: leave the validation data out, or use "
-                "'1f1b', 'interleaved' or 'zero_bubble'"
-            )
-
     def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
         inputs, target = self._inputs_and_target(batch.data)
         # torch's stages have buffers of the size of the first batch. Larger batches are split, and smaller batches
