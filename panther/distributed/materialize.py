@@ -311,7 +311,7 @@ def _read_seeds_(parts: Sequence[nn.Module], stored: StoredWeights, names: Mappi
     for part in parts:
         layers: Iterator[tuple[str, Any]] = compressed_layers(part)
         for name, layer in layers:
-            if layer.record_mode in ("seeded", "sparse"):
+            if layer.is_seeded:
                 key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
                 record = stored.read(names[key], torch.empty(4, dtype=torch.int64))
                 seed = read_record(record, layer.num_terms, key)

@@ -170,6 +170,11 @@ class SketchedModule(CompressedModule):
         return "fitted" if self.is_fitted else "seeded" if self.sketch == "signs" else self.sketch
 
     @property
+    def is_seeded(self) -> bool:
+        """Whether the sketches are drawn from the seed."""
+        return not self.is_fitted
+
+    @property
     def inner_rank(self) -> int:
         """Numbers between factors and sketches, 2 L k."""
         return 2 * self.num_terms * self.low_rank

@@ -200,6 +200,11 @@ class CompressedModule(nn.Module):
         return "stored"
 
     @property
+    def is_seeded(self) -> bool:
+        """Whether the layer has sketches that are drawn from its seed, so that files hold only the seed."""
+        return False
+
+    @property
     def trains_scales(self) -> bool:
         """Whether the layer has parameters that train its scales."""
         return False

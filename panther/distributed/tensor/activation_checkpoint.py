@@ -18,13 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from panther._torch import checkpoint_wrapped_, functional_collectives
 from panther.distributed.tensor._attention import HeadwiseRandAttention
-from panther.distributed.tensor._linear import (
-    RowwiseLinear,
-    RowwiseLowRankLinear,
-    RowwiseSKLinear,
-)
+from panther.distributed.tensor._linear import RowwiseLinear
 from panther.errors import ConfigError
-from panther.nn import LowRankLinear, SKLinear
+from panther.nn.protocol import CompressedModule
 
 _PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, torch.ops.aten.bmm.default: 1}
 """Matrix products, with the position of their right factor."""
@@ -119,14 +115,14 @@ class _Shapes:
         with_bias_free_product: set[tuple[int, int]] = set()
         for layer in model.modules():
             here = getattr(layer, "local_range", range(0))
-            if isinstance(layer, SKLinear | LowRankLinear):
-                by_rows = isinstance(layer, RowwiseSKLinear | RowwiseLowRankLinear)
-                rows = len(here) if by_rows else layer.in_features
-                shapes.inner[rows] = max(shapes.inner.get(rows, 0), _inner_width(layer))
-                columns = layer.out_features if by_rows or not here else len(here)
-                shapes.outer |= {(_inner_width(layer), columns)}
-                if isinstance(layer, SKLinear):  # Products with U1 and S2 may be separate.
-                    shapes.outer |= {(layer.S1.shape[1], columns)}
+            if isinstance(layer, CompressedModule) and layer.sharded_dims and (width := layer.inner_rank) is not None:
+                by_rows = getattr(layer, "size_name", "") == "in_features"
+                rows: Any = len(here) if by_rows else layer.in_features
+                shapes.inner[rows] = max(shapes.inner.get(rows, 0), width)
+                columns: Any = layer.out_features if by_rows or not here else len(here)
+                shapes.outer |= {(width, columns)}
+                if layer.sketch_names:  # Products with U1 and S2 may be separate.
+                    shapes.outer |= {(width // 2, columns)}
             elif isinstance(layer, RowwiseLinear) and layer.layouts.output_dim is None:
                 shapes.summed.add((len(here), layer.out_features))
             elif isinstance(layer, nn.Linear) and layer.bias is None:
@@ -165,9 +161,3 @@ def require_blocks(kind: str, blocks: Collection[nn.Module]) -> None:
             f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
             "model has none"
         )
-
-
-def _inner_width(layer: Any) -> int:
-    """Return how many numbers per row an SKLinear or a LowRankLinear computes between its factors."""
-    width: int = layer.rank if isinstance(layer, LowRankLinear) else 2 * layer.S1.shape[1]
-    return width

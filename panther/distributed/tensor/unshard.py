@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther._torch import before_fsdp, buffers_of, parameters_of
+from panther.nn.base import SketchedModule
 from panther.nn.protocol import keep_own_forward
 
 
@@ -91,7 +92,7 @@ def _fill(new: Any, old: nn.Module, copies: dict[int, Any]) -> None:
             new.__dict__[key] = _mapped(value, copies)
     new.__dict__.update(record.attributes)
     # Sketches were drawn only for this rank's shard; the full ones are drawn from the seed.
-    if "_unsharded" in vars(old) and getattr(new, "record_mode", "") in ("seeded", "sparse"):
+    if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.is_seeded:
         new.set_seeded_(new.seed)
 
 
