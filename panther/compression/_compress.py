@@ -14,9 +14,9 @@ from torch import nn
 from panther._hints import explain_keywords
 from panther._model_libraries import layers_replaced
 from panther._settings import takes_settings
-from panther.compression.calibration.eligibility import check_adapters, check_model, select_targets
 from panther.compression.calibration.model_state import deferred_interrupts, without_compiled_blocks
 from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import check_adapters, check_model, select_targets
 from panther.compression.calibration.targets import Selector, Survey, replace_modules, swap_modules
 from panther.compression.config import CompressConfig, HealConfig, SketchConfig
 from panther.compression.forms import LOW_RANK, Fits, Option, Replacement, inherit_flags, total_loss
@@ -35,19 +35,8 @@ from panther.sketch import check_seed
 class Outcome:
     """What is put into a model, and what the report says about it.
 
-    Attributes:
-        survey: The layers of the model.
-        allocation: The choice of a form for each weight.
-        replacement: The new layer of each old layer that is replaced.
-        method: The method by which the new layers were made.
-        seed: Seed of the new layers.
-        fits: The fits behind the choice; empty if nothing was fitted.
-        measured: Errors and speed on the held-out batches.
-        healed: The result of healing; None without it.
-        write_: Writes the healed parameters of the remaining layers; None if there are none.
-        notes: Further deviations from the arguments, with reasons.
-        allow_slower: Whether layers may be slower than the dense ones; otherwise there is a warning.
-        output: Name of the tensor of the model's output that is compared.
+    ``replacement`` has the new layer of each old one. ``write_`` writes the healed parameters of the remaining layers.
+    With ``allow_slower``, there is no warning of layers that are slower than the dense ones.
     """
 
     survey: Survey

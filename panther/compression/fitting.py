@@ -144,12 +144,8 @@ class _Fitted:
 class _Weights:
     """The weights to fit, and the results so far.
 
-    Attributes:
-        share: Share of their bytes that the weights keep; None if it is unknown.
-        num_components: Components of each weight to store.
-        widths: Widths of the codes of each weight, in bits.
-        stored: Takes a target and its fit, and returns the fit as it is kept; without reading it, if it is kept from a
-            process that was killed.
+    ``share`` is the share of their bytes that the weights keep, if it is known. ``stored`` takes a target and its fit,
+    and returns the fit as it is kept; without reading it, if it is kept from a process that was killed.
     """
 
     survey: Survey

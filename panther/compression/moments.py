@@ -39,8 +39,7 @@ from torch import Tensor, nn
 
 from panther.compression.calibration.masks import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import Runner, row_blocks, squares
-from panther.compression.calibration.steps import Receive, Step
-from panther.compression.calibration.survey import input_key, watched
+from panther.compression.calibration.steps import Receive, Step, input_key, watched
 from panther.compression.calibration.targets import Further, Target
 from panther.errors import CompressionError
 from panther.linalg.operand import driver
@@ -405,13 +404,7 @@ def split_passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int
 
 
 class Summary(NamedTuple):
-    """What is left of the moments of a weight after the fit.
-
-    Attributes:
-        positions: How often the layer was applied.
-        is_constant: Whether every row of its inputs was the same.
-        tokens: Number of tokens of each expert.
-    """
+    """What is left of the moments of a weight after the fit; ``tokens`` has a number for each expert."""
 
     positions: float
     is_constant: bool
@@ -420,13 +413,10 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Gathered:
-    """The moments of some targets, as soon as they are complete.
+    """The moments of some targets, as their kinds have them, as soon as they are complete.
 
-    Attributes:
-        summaries: What is left of the moments of each target after the fit.
-        moments: The moments of the targets, as their kinds have them.
-        energy: The sum of the output's squares over all batches.
-        state: What :func:`gather_moments` needs to continue after this in another process.
+    ``energy`` is the sum of the output's squares over all batches, and ``state`` what :func:`gather_moments` needs to
+    continue after this in another process.
     """
 
     summaries: Mapping[Target, Summary]

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.survey import survey_targets
+from panther.compression.calibration.survey import select_targets, survey_targets
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.config import CompressConfig
 from panther.compression.fitting import fit_targets
@@ -49,17 +48,7 @@ _SHARE_WITHOUT_LIMIT = 0.25  # of the dense weights' bytes: 8 bits of 32
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model whose weights are fitted, and the choice of a form for each weight.
-
-    Attributes:
-        runner: The model and its batches.
-        survey: Its layers.
-        seed: Seed of sketches, of random directions and of healing.
-        fits: Fits of all weights; empty if nothing was fitted.
-        allocation: The choice.
-        speed_target: The speed that the model has to reach; None if the size is not a time.
-        cost: What budgets limit, bytes or seconds.
-    """
+    """A model whose weights are fitted, and the choice of a form for each weight. Budgets limit the ``cost``."""
 
     runner: Runner
     survey: Survey

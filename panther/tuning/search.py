@@ -14,8 +14,8 @@ from panther._descriptions import describe_function
 from panther._random_state import preserved_generators
 from panther._settings import takes_settings
 from panther.compression.calibration.descriptions import checksum, described_batches, shortened
-from panther.compression.calibration.eligibility import check_adapters, check_model, select_targets
 from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import check_adapters, check_model, select_targets
 from panther.compression.calibration.targets import Selector
 from panther.compression.preparation import make_runner
 from panther.errors import ConfigError, TuningError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import (
     FormSettings,
     least_bytes,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option, TargetFit, form_named, inherit_flags
 from panther.compression.forms.metric import factor, leading_components, metric_of, wide_dtype
 from panther.compression.moments import Moments

@@ -9,7 +9,7 @@ from expert_models import Experts, mixtures, sequences
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import default_forms, form_named
 from panther.compression.forms.metric import metric_of
 from panther.compression.forms.rounding import RoundingTask, fit_quantized

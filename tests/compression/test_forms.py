@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option, default_forms, known_forms, total_bytes
 from panther.compression.forms.codes import convert_quantized
 from panther.compression.forms.metric import factor, metric_of

@@ -8,7 +8,7 @@ from compressing import batches_of, error, quick
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option, TargetFit, form_named
 from panther.compression.forms.metric import factor, metric_of
 from panther.compression.moments import Moments

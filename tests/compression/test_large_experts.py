@@ -10,7 +10,7 @@ from torch import nn
 
 import panther as pr
 from panther.compression.calibration import targets
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings
 from panther.compression.forms.metric import RIDGE
 from panther.compression.moments import Moments, moments_bytes

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import panther as pr
 from panther.compression import preparation
-from panther.compression.calibration.eligibility import select_targets
 from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option, default_forms
 from panther.compression.selection import timing, trials
 from panther.compression.selection.allocation import choose_global, choose_uniform, seconds

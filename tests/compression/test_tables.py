@@ -8,7 +8,7 @@ from panther.kernels.ops.quantized_operands import spread
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.eligibility import select_targets
+from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option
 from panther.compression.forms.metric import RIDGE
 from panther.compression.forms.rounding import add_ridge_, feedback, round_entries

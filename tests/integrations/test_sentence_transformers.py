@@ -115,11 +115,6 @@ def test_data_sets_are_calibration(encoder):
     compress(model, Texts())
     compress(reference, TEXTS)
     assert torch.equal(vectors(model), vectors(reference))
-    for rows in ([{"text": sentence} for sentence in TEXTS], [{"text": TEXTS[:8], "title": TEXTS[:8]}] * 5):
-        with pytest.raises(
-            CompressionError, match=r"rows that name their texts \('text'.*\): give the texts, as \[row"
-        ):
-            compress(sentence_model(encoder), rows)
 
 
 def test_few_texts_are_five_batches_and_prompts_count(encoder):

@@ -190,11 +190,6 @@ def with_features(model: Any, calibration: Any) -> Any:
         batches = [calibration[index] for index in range(len(calibration))]
     else:
         return calibration
-    if names := next(filter(None, map(_names_of_texts, batches)), None):
-        raise CompressionError(
-            f"calibration has rows that name their texts ({', '.join(map(repr, names[:3]))}): give the texts, as "
-            f"[row[{names[0]!r}] for row in calibration]"
-        )
     if all(map(_is_text, batches)):
         size = max(1, min(_BATCH_SIZE, len(batches) // _LEAST_BATCHES))
         batches = [batches[start : start + size] for start in range(0, len(batches), size)]
@@ -207,14 +202,6 @@ def with_features(model: Any, calibration: Any) -> Any:
 def _is_text(value: Any) -> bool:
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
     return isinstance(value, str) or is_pair
-
-
-def _names_of_texts(row: Any) -> list[str]:
-    """Return the names of the texts of a row, or of the lists of texts of a batch; empty unless it has texts alone."""
-    if not isinstance(row, Mapping):
-        return []
-    values = [value if isinstance(value, list) else [value] for value in row.values()]
-    return [str(name) for name in row] if all(all(map(_is_text, texts)) for texts in values) else []
 
 
 def _features(model: Any, texts: list[Any]) -> Any:

@@ -1,16 +1,21 @@
-"""Steps of a forward and a backward pass, in which hooks receive the gradients at the layers' outputs."""
+"""Steps of a forward and a backward pass, and hooks that read the layers' inputs and the gradients at their outputs."""
 
-__all__ = ["SKIPPED_CALL", "Receive", "Step", "Tap", "Watch", "forward_replaced", "ignore", "send"]
+__all__ = [
+    "SKIPPED_CALL", "Receive", "Step", "Tap", "Watch", "forward_replaced", "hooked", "ignore", "input_key", "send",
+    "watched",
+]  # fmt: skip
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.targets import Target
+from panther._torch import is_transformed, parameters_of, version_of
+from panther.compression.calibration.masks import Masks
+from panther.compression.calibration.targets import Further, Target, kind_of_layer
 from panther.errors import CompressionError
 
 SKIPPED_CALL = "_panther_call_is_skipped"
@@ -138,3 +143,119 @@ def send(outputs: Sequence[tuple[Tensor, Tensor | None]], watch: Watch, leaves: 
             f"{type(error).__name__}: {error}: the backward pass of the model raised this, in eval mode; "
             "method='activation' needs no backward pass"
         ) from error
+
+
+@contextmanager
+def watched(
+    targets: Sequence[Target],
+    note: Callable[[Target, nn.Module, Tensor, Further], Receive | None],
+    model: nn.Module | None = None,
+    unreadable: dict[Target, str] | None = None,
+    masks_of: Callable[[], Masks | None] | None = None,
+) -> Iterator[Watch]:
+    """Call ``note`` with the arguments of every call of the targets, and its result with the gradient at the output.
+
+    With ``model``, the outputs of its layers that look up rows require gradients, as in training. Parameters do not
+    require gradients here, and reentrant checkpointing computes no gradients for a block whose input does not require
+    one. For ``unreadable`` and ``masks_of`` see :func:`hooked`.
+    """
+    watch = Watch()
+
+    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor, further: Further) -> Tensor | None:
+        if watch.is_backward:
+            # The same operations as in the first forward, because non-reentrant checkpointing counts saved tensors.
+            if not torch.is_grad_enabled():
+                return None
+            return Tap.apply(output, watch.anchor, watch.receive_again(module, x.detach()))
+        receive = note(target, module, x.detach(), further)
+        if receive is None:
+            return None
+        if not torch.is_grad_enabled():
+            watch.untracked.append((module, x.detach().clone(), receive))
+            return None
+        watch.tapped = True
+        return Tap.apply(output, watch.anchor, watch.after_forward(receive))
+
+    def start(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        tracked = isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad
+        return Tap.apply(output, watch.anchor, ignore) if tracked else None
+
+    modules = [] if model is None else [*model.modules()]
+    embeddings = [m for m in modules if (kind := kind_of_layer(m)) is not None and not kind.multiplies(m)]
+    with hooked(targets, hook, unreadable, masks_of), ExitStack() as hooks:
+        for embedding in embeddings:
+            hooks.callback(embedding.register_forward_hook(start).remove)
+        yield watch
+
+
+@contextmanager
+def hooked(
+    targets: Sequence[Target],
+    hook: Callable[[Target, nn.Module, Tensor, Tensor, Further], Tensor | None],
+    unreadable: dict[Target, str] | None = None,
+    masks_of: Callable[[], Masks | None] | None = None,
+) -> Iterator[None]:
+    """Call ``hook`` with target, layer, input, output and further arguments of every call.
+
+    A tensor that ``hook`` returns is the new output.
+
+    A target with a call that cannot be read is added to ``unreadable``, with the reason; without this argument such a
+    call is an error. ``masks_of`` returns the masks of the present batch: tokens of experts that do not count are not
+    read.
+    """
+    with ExitStack() as hooks:
+        for kind in dict.fromkeys(target.kind for target in targets):
+            of_kind = [target for target in targets if target.kind is kind]
+            hooks.enter_context(kind.routed(of_kind, masks_of, unreadable))
+        for target in targets:
+            for module in target.modules:
+                weight = parameters_of(module).get("weight")
+
+                def call(
+                    module: nn.Module,
+                    args: Any,
+                    kwargs: Any,
+                    output: Any,
+                    target: Target = target,
+                    weight: Tensor | None = weight,
+                ) -> Any:
+                    if SKIPPED_CALL in vars(module):
+                        return None
+                    key = None if args or not kwargs else "input" if "input" in kwargs else next(iter(kwargs))
+                    x = kwargs[key] if key is not None else next(iter(args), None)
+                    if not isinstance(output, Tensor) or not isinstance(x, Tensor):
+                        kind = type(x if isinstance(output, Tensor) else output).__name__
+                        verb = "takes" if isinstance(output, Tensor) else "returns"
+                        raise CompressionError(
+                            f"layer {target.name!r} ({target.class_name}) {verb} a {kind}, and a new layer takes and "
+                            "returns one tensor: exclude the layer"
+                        )
+                    if reason := _unreadable_reason(module, x, weight):
+                        if unreadable is None:
+                            raise CompressionError(f"layer {target.name!r} {reason}: exclude the layer")
+                        unreadable.setdefault(target, reason)
+                        return None
+                    further = args[1:], {name: value for name, value in kwargs.items() if name != key}
+                    return hook(target, module, x, output, further)
+
+                hooks.callback(module.register_forward_hook(call, with_kwargs=True).remove)
+        yield
+
+
+def _unreadable_reason(module: nn.Module, x: Tensor, weight: Tensor | None) -> str:
+    """Return why the input of a call says nothing about the layer's weight; nothing where it does."""
+    if is_transformed(x):
+        return "is called within vmap or grad of torch.func, where its input has no values to read"
+    if x.is_nested:
+        return "reads nested tensors, whose rows cannot be read here"
+    if parameters_of(module).get("weight") is not weight:
+        return "is called with a weight that is not its own, as by torch.func.functional_call"
+    return ""
+
+
+def input_key(target: Target, module: nn.Module, x: Tensor) -> Any:
+    """Return a key that is equal for two inputs, while both are alive, if and only if their moments are equal."""
+    # The version distinguishes the values before and after a write. Tensors of inference mode count no writes.
+    version = 0 if x.is_inference() else version_of(x)
+    # Two convolutions of one input can unfold it differently.
+    return x.data_ptr(), x.shape, x.stride(), version, *target.kind.geometry(module)

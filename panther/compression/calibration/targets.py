@@ -356,14 +356,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Survey:
-    """The layers to compress, and their order and inputs in the model.
+    """The layers to compress, in the order of the model, and the layers that are kept dense.
 
-    Attributes:
-        targets: The layers to compress, in the order of the model.
-        skipped: The layers that are kept dense.
-        inputs: Sets of targets that read the same input, in the order in which they run; empty without calibration.
-        gradients: Whether the output has gradients that are used.
-        notes: Deviations from the arguments, with reasons.
+    ``inputs`` are sets of targets that read the same input, in the order in which they run; empty without calibration.
+    ``gradients`` states whether the output has gradients that are used.
     """
 
     targets: tuple[Target, ...]

@@ -39,14 +39,9 @@ _FINE = 8
 class Option:
     """One way to store a weight.
 
-    Attributes:
-        form: Name of the form.
-        bytes: Bytes on disk.
-        rank: Rank of the low-rank form (in every group of a convolution) or of the correction.
-        bits: Width of the codes; None if the weight is not quantized.
-        loss: Predicted squared effect on the model's output; zero if nothing was fitted.
-        error: Predicted relative error of the layer's own output; None if nothing was fitted.
-        time_s: Seconds that the layers of this weight take in one batch; None if they were not timed.
+    The rank is that of the low-rank form, in every group of a convolution, or of the correction. ``loss`` is the
+    predicted squared effect on the model's output, and zero if nothing was fitted; ``error`` is the predicted relative
+    error of the layer's own output. ``time_s`` is the time of the layers of this weight in one batch, if measured.
     """
 
     form: str
@@ -84,10 +79,7 @@ def least_bytes(options: Options) -> int:
 class TargetFit:
     """What was computed for one weight, and serves all of its forms.
 
-    Attributes:
-        components: Leading components of the weight.
-        codes: Codes by width in bits, with components of what they leave.
-        special: Results of :meth:`Form.fit`, by the name of the form.
+    Codes are by width in bits. ``special`` has the results of :meth:`Form.fit`, by the name of the form.
     """
 
     components: Fit
@@ -279,17 +271,10 @@ def form_named(name: str) -> Form:
 
 @dataclass(frozen=True)
 class Fits:
-    """The fits of all targets, and their options with losses.
+    """The fits of all targets (none for seeded sketches), and their options with losses.
 
-    Attributes:
-        fits: Fit of each target; empty for seeded sketches, which are not fitted.
-        options: The options of each target, the smallest first, with losses as shares of the output's squared norm
-            (zero without gradients).
-        settings: The forms that were fitted.
-        passes: Passes over the batches.
-        comparable: Whether losses are in units of the output's squared norm.
-        calibration_notes: Reasons why the batches do not suffice for some layers.
-        ridge: Ridge of the metrics, relative to the mean of a moment's diagonal.
+    Losses are shares of the output's squared norm if they are ``comparable``, and zero without gradients. ``ridge`` is
+    relative to the mean of a moment's diagonal.
     """
 
     fits: Mapping[Target, TargetFit] = field(default_factory=dict)

@@ -260,12 +260,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class QuantizedFit:
-    """A weight quantized at one width.
-
-    Attributes:
-        weight: The codes, scales and zeros.
-        residual: Components of the rounding error, for a correction; the first tail is the loss without a correction.
-    """
+    """A weight quantized at one width, and components of the rounding error; the first tail is the loss of codes."""
 
     weight: QuantizedWeight
     residual: Fit
@@ -273,15 +268,7 @@ class QuantizedFit:
 
 @dataclass(frozen=True)
 class RoundingTask:
-    """A weight to round, and the settings of the components of its rounding errors.
-
-    Attributes:
-        metric: The metric, with the weight as its source.
-        widths: Widths of the codes, in bits.
-        most: Number of components of each rounding error.
-        seed: Seed of the randomized SVD.
-        dtype: The dtype of the components.
-    """
+    """A weight to round to some widths, and how many components of its rounding errors to compute."""
 
     metric: Metric
     widths: Sequence[int]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from panther._hints import explain_keywords
 from panther._model_libraries import layers_replaced
 from panther._text import counted, format_seconds, format_table
-from panther.compression.calibration.eligibility import check_model
 from panther.compression.calibration.runner import Runner
+from panther.compression.calibration.survey import check_model
 from panther.compression.calibration.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.compression.config import HealConfig
 from panther.compression.forms import Replacement
-from panther.compression.linearization.fitting import FitConfig, Quality, Recorder, fit, quality, record, split_layers
+from panther.compression.linearization.fitting import Quality, Recorder, fit, quality, record, split_layers
 from panther.compression.linearization.survey import AttentionModules, find_attention, make_attention
 from panther.compression.report import HealResult
 from panther.compression.selection.trials import model_speed
@@ -267,8 +267,8 @@ def linearize_(
         with torch.inference_mode(False), torch.enable_grad():
             runner = Runner(model, calibration, forward_fn, mask_fn, None, progress)
             with runner.calibrating(seed):
-                options = FitConfig(steps, learning_rate)
-                results = _learn(runner, replacement, new, options, max_error, samples_memory_bytes, window, seed)
+                learn = partial(fit, steps=steps, learning_rate=learning_rate, seed=seed)
+                results = _learn(runner, replacement, new, learn, max_error, samples_memory_bytes, window, seed)
                 for name in results.reasons:
                     del replacement[attention_modules.modules[name]], new[name]
                 _check_convertible(attention_modules, results.reasons)
@@ -315,7 +315,7 @@ class _LearningResults:
 
 
 def _learn(
-    runner: Runner, replacement: Replacement, new: dict[str, LearnedLinearAttention], config: FitConfig,
+    runner: Runner, replacement: Replacement, new: dict[str, LearnedLinearAttention], learn: Callable[..., None],
     max_error: float | None, memory: int, window: int, seed: int,
 ) -> _LearningResults:  # fmt: skip
     results = _LearningResults()
@@ -348,7 +348,7 @@ def _learn(
                     f"the window reaches over {3 * window}"
                 )
                 continue
-            fit(new[name], samples, config, seed)
+            learn(new[name], samples)
             results.quality[name] = quality(new[name], checks, seed)
             results.causal[name] = samples[0].causal
             error = results.quality[name].error

@@ -11,7 +11,7 @@ over random queries, where the sum includes the keys within the window and beyon
 Reference: the loss is that of M. Zhang et al., "The hedgehog and the porcupine", ICLR 2024, arXiv:2402.04347.
 """
 
-__all__ = ["FitConfig", "Quality", "Recorder", "Sample", "fit", "quality", "record", "split_layers"]
+__all__ = ["Quality", "Recorder", "Sample", "fit", "quality", "record", "split_layers"]
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,6 +141,7 @@ def record(
     return recorders
 
 
+_QUERIES = 64  # of each step
 _ROWS = 128  # queries in each sequence from which the attention of keys is summed for the clustering
 _KEYS = 2**14  # keys of a head in the clustering
 _ROUNDS = 8  # iterations of k-means
@@ -149,23 +150,8 @@ _WARM_UP = 20  # steps in which the learning rate rises
 
 
 @dataclass(frozen=True)
-class FitConfig:
-    """Number of steps of Adam, peak of its learning rate, and number of queries in each step."""
-
-    steps: int = 300
-    learning_rate: float = 3e-2
-    rows: int = 64
-
-
-@dataclass(frozen=True)
 class Quality:
-    """Differences of approximate from exact attention, on queries that have keys beyond the window.
-
-    Attributes:
-        far_mass: Share of the exact attention weights beyond the window.
-        divergence: Kullback-Leibler divergence of the weights, in nats.
-        error: Relative error of the output.
-    """
+    """Differences of approximate from exact attention; :class:`LinearizedLayer` describes them."""
 
     far_mass: float
     divergence: float
@@ -173,7 +159,9 @@ class Quality:
 
 
 @torch.enable_grad()
-def fit(attention: LearnedLinearAttention, samples: Sequence[Sample], config: FitConfig, seed: int) -> None:
+def fit(
+    attention: LearnedLinearAttention, samples: Sequence[Sample], steps: int, learning_rate: float, seed: int
+) -> None:
     """Learn the parameters of ``attention`` in place; they must be float32 or wider."""
     generator = torch.Generator().manual_seed(seed)
     _start(attention, samples, generator)
@@ -181,13 +169,13 @@ def fit(attention: LearnedLinearAttention, samples: Sequence[Sample], config: Fi
     flags = [parameter.requires_grad for parameter in parameters]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    optimizer = torch.optim.Adam(parameters, lr=config.learning_rate, betas=_BETAS)
-    order = torch.randint(len(samples), (config.steps,), generator=generator).tolist()
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=_BETAS)
+    order = torch.randint(len(samples), (steps,), generator=generator).tolist()
     for step, index in enumerate(order):
-        rate = min((step + 1) / _WARM_UP, (1 + math.cos(math.pi * step / config.steps)) / 2)
-        optimizer.param_groups[0]["lr"] = config.learning_rate * rate
+        rate = min((step + 1) / _WARM_UP, (1 + math.cos(math.pi * step / steps)) / 2)
+        optimizer.param_groups[0]["lr"] = learning_rate * rate
         sample = samples[index]
-        positions = _draw(sample, config.rows, generator)
+        positions = _draw(sample, _QUERIES, generator)
         exact, approximate, visible = _weights(attention, sample, positions)
         # A weight of 0 times a logarithm of -inf is NaN.
         loss = -(exact * approximate.masked_fill(~visible, 0)).sum(-1).mean()

@@ -2,7 +2,6 @@
 
 __all__ = ["AttentionModules", "find_attention", "is_attention", "make_attention"]
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from panther._torch import children_of
-from panther.compression.calibration.eligibility import is_selected, selectors_of
+from panther.compression.calibration.survey import is_selected, selectors_of, unmatched_notes
 from panther.compression.calibration.targets import Selector, SkippedLayer
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
@@ -44,14 +43,8 @@ def find_attention(model: nn.Module, include: Any, exclude: Any) -> AttentionMod
             modules[places[0]] = module
         else:
             skipped.append(SkippedLayer(places[0] or "(the model)", type(module).__name__, reason))
-    notes = tuple(
-        f"{role}={selector!r} matches no name of model.named_modules()"
-        for role, selectors in (("include", included), ("exclude", excluded))
-        for selector in selectors
-        if isinstance(selector, str)
-        and not any(fnmatch.fnmatchcase(p, selector) for module_names in names.values() for p in module_names)
-    )
-    return AttentionModules(modules, tuple(skipped), notes)
+    notes = unmatched_notes(included, excluded, [name for module_names in names.values() for name in module_names])
+    return AttentionModules(modules, tuple(skipped), tuple(notes))
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -241,15 +241,9 @@ CHOOSERS = {"global": choose_global, "uniform": choose_uniform}
 class Allocation:
     """The chosen options, and how they were found.
 
-    Attributes:
-        choice: An option of each weight.
-        allocate: ``"global"``, ``"uniform"`` or ``"fixed"``.
-        uniform_error: Relative error of the output with uniform options, where both were tried.
-        notes: Deviations from the arguments, with reasons.
-        options: The options of each weight, with the losses that the choice is based on.
-        error: Relative error of the output on the held-out batches, if more than one choice was tried.
-        of_predicted: Measured and predicted error of the choice by predicted losses, even if another choice was
-            better.
+    ``error`` and ``uniform_error`` are relative errors of the output on the held-out batches, if more than one choice
+    was tried. ``options`` have the losses that the choice is based on. ``of_predicted`` has the measured and the
+    predicted error of the choice by predicted losses, even if another choice was better.
     """
 
     choice: Choice

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.calibration.runner import Runner
-from panther.compression.calibration.survey import hooked
+from panther.compression.calibration.steps import hooked
 from panther.compression.calibration.targets import Further, Target
 from panther.compression.forms import DENSE, FormSettings, Option, form_named
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from panther.compression.calibration.batches import copy_batch
 from panther.compression.calibration.masks import ScoreFill, counted
 from panther.compression.calibration.runner import Runner, relative_error, return_freed_memory, row_blocks, squares
-from panther.compression.calibration.steps import Receive, Step
-from panther.compression.calibration.survey import hooked, watched
+from panther.compression.calibration.steps import Receive, Step, hooked, watched
 from panther.compression.calibration.targets import Further, Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Option, Options, Replacement, form_named
 from panther.compression.forms.low_rank import convert_seeded
@@ -72,14 +71,7 @@ _Key = tuple[Target, str, int | None, int | None]
 
 
 class Trials:
-    """Measurements of choices, which are made once for each choice, with layers that are made once for each option.
-
-    Args:
-        runner: The model and its batches.
-        survey: Its layers.
-        fits: Fits of all weights; empty for seeded sketches.
-        seed: Seed of sketches and random directions.
-    """
+    """Measurements of choices, which are made once for each choice, with layers that are made once for each option."""
 
     def __init__(self, runner: Runner, survey: Survey, fits: Fits, seed: int) -> None:
         self._runner, self._fits, self._seed = runner, fits, seed
@@ -251,13 +243,8 @@ _MODEL_S = 2.0  # time for measuring the speed of the model, unless three rounds
 class Measured:
     """Measurements on the held-out batches; empty without calibration.
 
-    Attributes:
-        error: Relative error of the model's output.
-        errors: Relative error of the output of each target's layers; None for a target that was never called.
-        speedup: How many times faster the model is.
-        latency_s: Seconds of the new model for the first held-out batch.
-        speedups: How many times faster each target's new layer is.
-        times: Seconds of each target's new layer for its input in the first held-out batch.
+    Errors are relative, of the model's output and of the outputs of each target's layers (None for a target that was
+    never called). Seconds are those of the new model and layers for the first held-out batch.
     """
 
     error: float | None = None

@@ -53,10 +53,8 @@ class _Record:
 class PartRun:
     """One forward up to the end of a part.
 
-    Attributes:
-        output: The output of the model; None if the part is not the last one.
-        results: The tensors that later parts can read: of the part's output, and arguments that it wrote to.
-        leaves: The leaves of the graph, by the place of the part that returned the tensor and its index there.
+    The output is None if the part is not the last one. ``results`` are the tensors that later parts can read, and
+    ``leaves`` those of the graph, by the place of the part that returned the tensor and its index there.
     """
 
     output: Tensor | None = None
@@ -65,13 +63,7 @@ class PartRun:
 
 
 class Parts:
-    """The parts of a model.
-
-    Args:
-        calls: The modules that are called, in the order of the calls.
-        names: Names of the modules.
-        spool: Where the results of the parts are kept.
-    """
+    """The parts of a model: the modules that are called, in the order of the calls; the spool keeps their results."""
 
     def __init__(self, calls: Sequence[nn.Module], names: dict[nn.Module, str], spool: Spool) -> None:
         self.calls, self._names, self._spool = list(calls), names, spool
@@ -358,12 +350,8 @@ class ResultGradients:
     """The gradients at the results of parts, by pass, part and index, until the part has taken them.
 
     A file is named after the part that sent the last of its gradients, and is not changed: a part that is run again,
-    because the process was killed, finds the sums without its own gradients.
-
-    Args:
-        spool: Where the gradients are kept.
-        description: The name of the backward pass.
-        is_new: Whether the pass begins; otherwise it continues with the gradients of the last commit.
+    because the process was killed, finds the sums without its own gradients. A pass that is not new continues with the
+    gradients of the last commit.
     """
 
     def __init__(self, spool: Spool, description: str, *, is_new: bool) -> None:

@@ -15,10 +15,10 @@ from panther._descriptions import describe_function
 from panther._version import __version__
 from panther.compression._compress import compress_with, plain_tensors
 from panther.compression.calibration.descriptions import described_batches, shortened
-from panther.compression.calibration.eligibility import check_adapters, check_model
 from panther.compression.calibration.model_state import without_compiled_blocks
 from panther.compression.calibration.runner import Runner, return_freed_memory
 from panther.compression.calibration.steps import Step, Watch, send
+from panther.compression.calibration.survey import check_adapters, check_model
 from panther.compression.calibration.targets import Target, holder_of
 from panther.compression.config import CompressConfig
 from panther.compression.report import CompressionReport

@@ -11,13 +11,10 @@ from panther.files.reader import file_checksum
 
 
 class SourceFiles:
-    """The files from which a model is loaded, with checksums of their contents.
+    """The files of the folder from which a model is loaded, with checksums of their contents.
 
     Sizes and times of files are read often, which takes no time, and their contents if these have changed, and in the
     end. Files that come meanwhile do not count.
-
-    Args:
-        folder: The folder of the model.
     """
 
     def __init__(self, folder: Path) -> None:

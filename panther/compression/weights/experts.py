@@ -163,14 +163,9 @@ def _shrunk(sums: Tensor, weights: Tensor, prior: Tensor | float) -> Tensor:
 
 @dataclass
 class _Route:
-    """The forward of a module of experts that calls the layers of its stacked weights.
+    """The forward of a module of experts that calls the layers of its stacked weights, by the names of the parameters.
 
-    Attributes:
-        experts: The module.
-        layers: The layers that stand for weights, by the names of the parameters.
-        targets: The targets of the layers.
-        masks_of: Returns the masks of the batch.
-        unreadable: Targets that cannot be followed, with the reason.
+    ``unreadable`` takes targets that cannot be followed, with the reason.
     """
 
     experts: Any

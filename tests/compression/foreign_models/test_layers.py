@@ -124,7 +124,7 @@ def test_parameters_of_their_own_on_one_memory():
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 def test_weights_that_are_no_plain_parameters(change, reason):
-    from panther.compression.calibration.eligibility import select_targets
+    from panther.compression.calibration.survey import select_targets
 
     model = Model()
     change(model.network[2])
