@@ -132,27 +132,6 @@ def ratios_of(model, shape):
     }
 
 
-@pytest.mark.parametrize("length", [16, 32])
-@pytest.mark.parametrize("has_batch_dimension", [False, True])
-def test_positions_are_not_taken_for_samples(length, has_batch_dimension):
-    class Positioned(nn.Module):
-        """Tables that all samples share, with as many rows as a batch has samples, or twice as many."""
-
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.relation, self.up = nn.Embedding(length, 32), nn.Linear(32, 48), nn.Linear(32, 48)
-
-        def forward(self, x):  # (N, length, 32)
-            places = torch.arange(length)
-            states = self.table(places[None] if has_batch_dimension else places)
-            return (self.up(x + states) + self.relation(states)).tanh()
-
-    ratios = ratios_of(Positioned(), (length, 32))
-    assert ratios["table"] == ratios["relation"] == {1.0}
-    assert ratios["up"] != {1.0}
-
-
 def options_of_widths(losses, widths=(2, 3, 4, 5, 6, 8), size=1000):
     return {
         index: [*(Option(f"int{b}", b * size, None, b, loss * 4.0**-b) for b in widths), Option("dense", 32 * size)]

@@ -214,6 +214,11 @@ class Trials:
         with watched(step.targets, note, self._runner.model) as watch, torch.enable_grad():
             output = step.forward()
             if output is not None:
+                if output.dim() and len(output) != num_samples:
+                    raise CompressionError(
+                        f"a second output of the original model has {len(output)} samples, where the first one has "
+                        f"{num_samples}: return in forward_fn a tensor whose shape does not depend on values"
+                    )
                 counted_output = counted(output.detach(), self._runner.mask(step.batch))
                 energy[0] += squares(ScoreFill.of(counted_output).scores(counted_output))
             step.backward(output, watch)

@@ -75,7 +75,7 @@ def test_outputs_whose_shape_depends_on_values_are_refused():
     def shorter(model, x):
         return model(x)[next(counts) % 2 :]
 
-    with pytest.raises(CompressionError, match=r"^a second output of the original model has \(6[34], 32\) rows"):
+    with pytest.raises(CompressionError, match=r"^a second output of the original model has 6[34] samples"):
         pr.compress(Model(), 0.3, inputs(), forward_fn=shorter, **low_rank)
 
 
