@@ -1,8 +1,8 @@
 """Options of several subcommands: how they are added, their types, and checks of their values before the work."""
 
 __all__ = [
-    "add_option", "check_files", "check_folder", "check_new_folder", "non_negative",
-    "non_negative_float", "note", "note_if_wide", "performance_noted", "positive", "positive_float", "seed",
+    "add_option", "check_files", "check_folder", "check_new_folder", "non_negative", "note", "note_if_wide",
+    "performance_noted", "positive", "positive_float", "seed",
     "whole_number",
 ]  # fmt: skip
 
@@ -52,14 +52,6 @@ def positive_float(text: str) -> float:
     value = _finite(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
-    return value
-
-
-def non_negative_float(text: str) -> float:
-    """Return a finite number that is at least 0."""
-    value = _finite(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and finite")
     return value
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from panther._text import counted, format_table
 from panther._version import __version__
-from panther.cli._arguments import non_negative_float, positive_float
+from panther.cli._arguments import positive_float
 from panther.errors import PantherError, install_command
 from panther.files import write_json
 
@@ -38,11 +38,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="check interfaces, versions, disk and the connections of all pairs of ranks; takes the "
-        "options of panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
+        help="check interfaces and versions of all nodes, and time collectives between them; takes the options of "
+        "panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
     )
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="a folder that all nodes should share")
-    parser.add_argument("--free-gb", type=non_negative_float, metavar="N", help="free disk to ask for (default: 1)")
     parser.add_argument(
         "--timeout", type=positive_float, metavar="SECONDS", help="to wait for other ranks, in each step (default: 30)"
     )
@@ -52,13 +50,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    node_options = {"--folder": args.folder, "--free-gb": args.free_gb, "--timeout": args.timeout}
     if args.nodes:
-        args.free_gb = 1.0 if args.free_gb is None else args.free_gb
         args.timeout = args.timeout or 30.0
         return _check_nodes(args)
-    if flags := [option for option, value in node_options.items() if value is not None]:
-        raise PantherError(f"{flags[0]} is an option of the check between nodes: add --nodes")
+    if args.timeout is not None:
+        raise PantherError("--timeout is an option of the check between nodes: add --nodes")
     if args.launch_options:
         raise PantherError(f"{' '.join(args.launch_options)}: only with --nodes are these passed to panther launch")
     import torch
@@ -96,14 +92,14 @@ def _check_nodes(args: argparse.Namespace) -> int:
 
     rank, world_size = ranks_from_environment()
     meeting = open_store(rank, world_size, args.timeout)
-    report = check_nodes(meeting, rank, world_size, args.folder, args.free_gb * 1e9)
+    report = check_nodes(meeting, rank, world_size)
     if rank == 0:
         print(report.text, flush=True)
     if args.result is not None and os.environ.get("LOCAL_RANK") == "0":
         write_json(args.result, dataclasses.asdict(report) | {"has_rank_0": rank == 0})
     if report.faults:
         return 0 if args.result is not None else 1
-    # The checks only guess whether gloo and NCCL will work, so start a group and communicate over it as well.
+    # Whether gloo or NCCL reaches all ranks shows only in a group that communicates.
     store = dist.PrefixStore("group", meeting.store)
     group_meeting = dataclasses.replace(meeting, store=store, deadline=time.monotonic() + args.timeout)
     start_group(rank, world_size, os.environ.get("PANTHER_BACKEND"), args.timeout, group_meeting)
@@ -118,8 +114,7 @@ def _launch_checks(args: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="panther-doctor-") as folder:
         result = Path(folder, "report.json")
-        arguments = ["--nodes", f"--timeout={args.timeout}", f"--free-gb={args.free_gb}", f"--result={result}"]
-        arguments += [] if args.folder is None else [f"--folder={args.folder}"]
+        arguments = ["--nodes", f"--timeout={args.timeout}", f"--result={result}"]
         status = launch.start([*args.launch_options, "--module", "panther", "doctor", *arguments], "doctor")
         if status or not result.exists():
             return status

@@ -108,8 +108,8 @@ def _join(
             raise
         raise DistributedError(
             f"rank {rank} of {world_size} could not connect to the others over {agreement.backend}, on interface "
-            f"{interface} ({str(error).splitlines()[0]}): see whether one of them has ended, or set {_INTERFACE} to "
-            "the interface that reaches them; panther doctor --nodes tests every pair"
+            f"{interface} ({str(error).splitlines()[0]}): see whether one of them has ended, let all ports through "
+            f"between the nodes, or set {_INTERFACE} to the interface that reaches them"
         ) from error
 
 
