@@ -325,7 +325,7 @@ def test_a_rank_that_dies_before_a_strategy_is_named(name, how, tmp_path):
 
     for error in survivors(tmp_path, rank, victim=1):
         assert "DistributedError: " in error
-        assert "rank 1 did not take part and reported no error (rank 1 has ended, process" in error
+        assert "rank 1 did not take part and reported no error (rank 1 did not answer: it has ended" in error
         assert "): see why these ranks ended or are late" in error
 
 

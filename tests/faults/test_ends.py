@@ -40,13 +40,13 @@ CAUSES = {
     "a rank is killed": ["rank 1 of 2 was ended by SIGKILL"],
     "a rank raises": ["rank 1 of 2 raised OSError: this file is corrupt"],
     "a rank leaves": ["rank 1 of 2 left with exit code 0 before its function returned"],
-    "a rank is stopped": ["rank 1 did not take part", "is stopped, as by SIGSTOP", "raise timeout_s of init ("],
-    "a rank hangs": ["rank 1 did not take part", "rank 1 is in _hang (", "time.sleep(_FOREVER_S)"],
+    "a rank is stopped": ["rank 1 did not take part", "it has ended, is stopped, or", "raise timeout_s of init ("],
+    "a rank hangs": ["rank 1 did not take part", "rank 1 is in _hang ("],
     "a rank hangs with the interpreter's lock": ["rank 1 did not take part", "the lock of the Python interpreter"],
     "a loader's worker is killed": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker is killed slowly": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker raises": ["OSError: this file is corrupt"],
-    "a loader's worker hangs": ["did not take part", "in windows", "next(loaded)"],
+    "a loader's worker hangs": ["did not take part", "in windows ("],
 }
 
 

@@ -4,26 +4,17 @@ Nothing is sent as long as communication works. When an exchange fails or times 
 note in the store in which the ranks met. The error names the ranks that leave no note within two seconds.
 """
 
-__all__ = [
-    "ANSWER_S", "PERIOD_S", "Position", "answer_requests", "ask", "explain_transport_error", "gather_all",
-    "positions_of", "stop_answering", "watched",
-]  # fmt: skip
+__all__ = ["answer_requests", "explain_transport_error", "gather_all", "stop_answering", "watched"]
 
 import atexit
 import json
-import linecache
-import os
-import socket
 import sys
 import sysconfig
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,35 +24,26 @@ from panther._torch import default_store, group_timeout
 from panther.distributed.comm.ranks import in_process_group, is_fake, name_ranks, transport
 from panther.errors import DistributedError, PantherError
 
-PERIOD_S = 1.0
-"""Time between two reads of the store."""
-ANSWER_S = PERIOD_S + 1.5
-"""Time to wait for an answer, on a machine that may be busy."""
-_POLL_S = 0.05
+_PERIOD_S = 1.0  # between two looks of a rank at the requests in the store
+_GRACE_S = 2.0  # all ranks that time out do so within this time
+_ANSWER_S = _PERIOD_S + 1.5  # for an answer of a machine that may be busy
+_STORE_S = 1.5  # additional time if the store answers slowly
+_POLL_S = 0.02
 _REQUESTS = "panther/positions"
-_LONGEST_LINE = 100
-_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, str(Path(torch.__file__).parent))
-_STATES = {
-    "T": "is stopped, as by SIGSTOP",
-    "t": "is stopped by a debugger",
-    "D": "waits for a disk or a file system",
-    "S": "waits without giving up the lock of the Python interpreter",
-    "R": "computes without giving up the lock of the Python interpreter",
-}
+_NO_ANSWER = "did not answer: it has ended, is stopped, or keeps the lock of the Python interpreter"
+_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, str(Path(torch.__file__).parent), "<")
+_SIGNS = (
+    "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout",
+    "Broken pipe",
+)  # fmt: skip
+_NAMED_POSITIONS = 4  # the message tells the position of at most this many ranks
 
-
-@dataclass(frozen=True)
-class Position:
-    """The position of a rank."""
-
-    text: str
-    """The part of a sentence after the rank, such as "is in forward (train.py:31): time.sleep(60)"."""
-    stack: str = ""
-    """The stack of its main thread; empty if the rank did not answer."""
+_failed_calls: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
+"""For each rank of the default group: the number of its failed calls that this process knows of."""
 
 
 class _Answering(threading.Thread):
-    """Stores this process's stack whenever a rank has asked for it."""
+    """Store the position of this process whenever a rank has asked for it."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         super().__init__(name="panther-positions", daemon=True)
@@ -72,26 +54,25 @@ class _Answering(threading.Thread):
         store, self.store = self.store, None
         assert store is not None
         answered = 0
-        while not self.ended.wait(PERIOD_S):
+        while not self.ended.wait(_PERIOD_S):
             try:
                 number = store.add(_REQUESTS, 0)
                 if number > answered:
                     answered = number
-                    store.set(f"{_REQUESTS}/{self.rank}", json.dumps([number, *_current_position()]))
+                    store.set(f"{_REQUESTS}/{self.rank}", json.dumps([number, _position()]))
             except RuntimeError:  # the process that hosts the store has ended
                 return
         with suppress(RuntimeError):
-            store.set(f"{_REQUESTS}/{self.rank}", json.dumps([sys.maxsize, "has left the process group", ""]))
+            store.set(f"{_REQUESTS}/{self.rank}", json.dumps([sys.maxsize, "has left the process group"]))
 
 
 _answering: _Answering | None = None
 
 
 def answer_requests(store: dist.Store, rank: int) -> None:
-    """Start to answer the other ranks, and store which process this is."""
+    """Start to answer the other ranks."""
     global _answering
     stop_answering()
-    store.set(f"{_REQUESTS}/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
     lowest = store
     while isinstance(lowest, dist.PrefixStore):
         lowest = lowest.underlying_store
@@ -108,80 +89,19 @@ def stop_answering() -> None:
     thread, _answering = _answering, None
     if thread is not None and thread.is_alive():
         thread.ended.set()
-        thread.join(ANSWER_S)
+        thread.join(_ANSWER_S)
 
 
-def ask(store: dist.Store) -> int:
-    """Ask all ranks where they stand, and return the number of the request."""
-    return store.add(_REQUESTS, 1)
-
-
-def positions_of(ranks: Sequence[int], store: dist.Store, number: int, deadline: float) -> dict[int, Position]:
-    """Return where ranks stand, by the answers to a request; waits until the deadline of ``time.monotonic``."""
-    answers: dict[int, Position] = {}
-    while True:
-        for rank in ranks:
-            if rank not in answers and store.check([f"{_REQUESTS}/{rank}"]):
-                answered, text, stack = json.loads(store.get(f"{_REQUESTS}/{rank}"))
-                if answered >= number:
-                    answers[rank] = Position(text, stack)
-        if len(answers) == len(ranks) or time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    return {rank: answers.get(rank) or _without_answer(rank, store) for rank in ranks}
-
-
-def _without_answer(rank: int, store: dist.Store) -> Position:
-    if not store.check([f"{_REQUESTS}/process/{rank}"]):
-        return Position("did not answer")
-    host, pid = json.loads(store.get(f"{_REQUESTS}/process/{rank}"))
-    if host != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return Position(f"did not answer: process {pid} on {host} is stopped, has ended, or cannot be reached")
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        state = "Z"
-    if state == "Z":
-        return Position(f"has ended, process {pid}")
-    return Position(f"did not answer: process {pid} {_STATES.get(state, _STATES['S'])}")
-
-
-def _current_position() -> tuple[str, str]:
-    """Return where the main thread of this process is, in words, and its stack."""
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main or 0)
+def _position() -> str:
+    """Return the innermost function of the main thread that is not of Python's library or of torch, and its line."""
+    innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    frame = frame or innermost
     if frame is None:
-        return "runs no Python code", ""
-    return describe_frame(frame), "".join(traceback.format_stack(frame))
+        return "runs no Python code"
+    return f"is in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
-
-def _is_of_a_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_LIBRARIES) or name.startswith("<")
-
-
-def describe_frame(frame: FrameType) -> str:
-    """Return in words where a stack is: in its innermost function that is not of Python's library or of torch."""
-    position: FrameType | None = frame
-    while position is not None and _is_of_a_library(position):
-        position = position.f_back
-    described = position or frame
-    name, line = described.f_code.co_filename, described.f_lineno
-    source = linecache.getline(name, line).strip()[:_LONGEST_LINE]
-    return f"is in {described.f_code.co_name} ({name}:{line})" + (f": {source}" if source else "")
-
-
-_GRACE_S = 2.0  # all ranks that time out do so within this time
-_POLL_S = 0.02
-_STORE_S = 1.5  # additional time if the store answers slowly
-_SIGNS = (
-    "gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout",
-    "Broken pipe",
-)  # fmt: skip
-_NAMED_POSITIONS = 4  # the message tells the position of at most this many ranks
-
-_failed_calls: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
-"""For each rank of the default group: the number of its failed calls that this process knows of."""
 
 _gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -246,26 +166,22 @@ def _explain(
     parts = [f"{name_ranks(failed_ranks)} failed in {note}" for note, failed_ranks in by_note.items()]
     fix = "make the same call on every rank"
     if positions:
-        places = [f"rank {other} {position.text}" for other, position in list(positions.items())[:_NAMED_POSITIONS]]
+        places = [f"rank {other} {position}" for other, position in list(positions.items())[:_NAMED_POSITIONS]]
         parts.insert(0, f"{name_ranks(list(positions))} did not take part and reported no error ({'; '.join(places)})")
         limit_s = group_timeout(group or dist.group.WORLD, transport(group)).total_seconds()  # type: ignore[arg-type]
         fix = f"see why these ranks ended or are late, or raise timeout_s of init ({limit_s:g} s)"
     if not parts:
         return DistributedError(f"{head} ({fault}), although all ranks are running: check the network between them")
-    explained = DistributedError(f"{head}: {'; '.join(parts)}: {fix}")
-    for other, position in positions.items():
-        if position.stack:
-            explained.add_note(f"Stack of rank {other} at that time (most recent call last):\n{position.stack}")
-    return explained
+    return DistributedError(f"{head}: {'; '.join(parts)}: {fix}")
 
 
-def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]] | None:
+def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, str]] | None:
     """Return the calls in which ranks failed, and the positions of all other ranks; None if the store is gone.
 
     The process that hosts the store may be the stopped one, and torch's store waits for it without a limit. So a second
     thread reads the store, and this thread waits for a limited time.
     """
-    answers: list[tuple[dict[int, str], dict[int, Position]]] = []
+    answers: list[tuple[dict[int, str], dict[int, str]]] = []
 
     def call() -> None:
         with suppress(RuntimeError):
@@ -273,20 +189,20 @@ def _roll_call(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str],
 
     thread = threading.Thread(target=call, name="panther-roll-call", daemon=True)
     thread.start()
-    thread.join(ANSWER_S + _STORE_S)
+    thread.join(_ANSWER_S + _STORE_S)
     return answers[0] if answers else None
 
 
-def _call_roll(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, Position]]:
+def _call_roll(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str], dict[int, str]]:
     """Leave a note in the store, and return notes and positions; raise RuntimeError if the store is gone."""
     assert dist.group.WORLD is not None
     # The store has only the latest note of a rank. Its number says whether this process has read the note before.
     note_numbers = _failed_calls.setdefault(dist.group.WORLD, {})
     note_numbers[rank] = note_numbers.get(rank, 0) + 1
-    notes = {rank: doing}
+    notes, positions = {rank: doing}, {}
     begun = time.monotonic()
     store = default_store()
-    request = ask(store)
+    request = store.add(_REQUESTS, 1)
     store.set(f"panther/fault/{rank}", json.dumps([note_numbers[rank], doing]))
     while len(notes) < len(ranks) and time.monotonic() < begun + _GRACE_S:
         for other in ranks:
@@ -296,5 +212,14 @@ def _call_roll(doing: str, rank: int, ranks: list[int]) -> tuple[dict[int, str],
                     note_numbers[other], notes[other] = number, note
         time.sleep(_POLL_S)
     silent_ranks = [other for other in ranks if other not in notes]
-    positions = positions_of(silent_ranks, store, request, begun + ANSWER_S)
-    return {other: notes[other] for other in ranks if other in notes}, positions
+    while len(positions) < len(silent_ranks) and time.monotonic() < begun + _ANSWER_S:
+        for other in silent_ranks:
+            if store.check([f"{_REQUESTS}/{other}"]):
+                number, position = json.loads(store.get(f"{_REQUESTS}/{other}"))
+                if number >= request:
+                    positions[other] = position
+        time.sleep(_POLL_S)
+    return (
+        {other: notes[other] for other in ranks if other in notes},
+        {other: positions.get(other, _NO_ANSWER) for other in silent_ranks},
+    )
