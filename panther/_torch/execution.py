@@ -3,7 +3,7 @@
 __all__ = [
     "ASSERT_TENSOR_METADATA", "TorchDispatchMode", "assign_attribute", "compiler_stance", "disable_dispatch_modes",
     "is_backward_running", "is_dispatch_mode_active", "is_dynamo_loaded", "is_mutable_operator", "operator_name",
-    "running_backward_id", "saved_tensor_hooks_are_set", "schema_of", "set_compiler_stance",
+    "saved_tensor_hooks_are_set", "schema_of", "set_compiler_stance",
     "without_fake_log",
 ]  # fmt: skip
 
@@ -47,15 +47,7 @@ def is_backward_running() -> bool:
 
     The id of the running graph is -1 outside of a backward pass. torch has no public function that returns it.
     """
-    return running_backward_id() != -1
-
-
-def running_backward_id() -> int:
-    """Return the number of the running backward pass, -1 outside of one. torch has no public function that returns it.
-
-    The fallback is to take a backward pass for a new one if it reaches a module for the second time.
-    """
-    return torch._C._current_graph_task_id()
+    return torch._C._current_graph_task_id() != -1
 
 
 def saved_tensor_hooks_are_set() -> bool:

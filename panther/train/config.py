@@ -174,6 +174,11 @@ class TrainConfig(ParallelismSettings):
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
         check_rules(self)
+        if self.comm_hook == "powersgd" and self.mixed_precision == "fp16":
+            raise ConfigError(
+                "comm_hook='powersgd' keeps gradients for the next step and does not follow the loss scale of "
+                "mixed_precision='fp16': use mixed_precision='bf16'"
+            )
         if self.schedule == "callback" and self.warmup_steps:
             raise ConfigError(f"schedule='callback' and warmup_steps={self.warmup_steps} exclude each other: give one")
         if self.seed >= 1 << 63:

@@ -148,8 +148,6 @@ def test_units_without_gradients_keep_error_feedback():
 
 
 def test_a_rank_whose_shards_are_empty_takes_part():
-    """It has nothing that waits, and yet votes on whether the step was finite."""
-
     def run():
         mesh = make_mesh(dp=2, replicate=2)["replicate", "dp"]
         model = data_parallel(nn.Linear(1, 1, bias=False), mesh, "fsdp", comm_hook="powersgd", powersgd_start_step=2)
@@ -176,7 +174,7 @@ def test_powersgd_sends_the_factors_of_shards():
 
     for sent, rank, shape in on_ranks(run, 4):
         assert shape == (15, 40)
-        assert sent == 4 * 2 * (15 + 40) + 4  # two factors, and whether the step before was finite
+        assert sent == 4 * 2 * (15 + 40)  # two factors
         assert rank == 2
 
 
@@ -229,26 +227,22 @@ def test_only_the_sketch_is_sent_between_replicas():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_leaves_every_shard_as_it_was(bad):
+def test_a_step_that_is_not_finite_leaves_nothing_behind(bad):
     def run():
         mesh = make_mesh(dp=2, replicate=2)["replicate", "dp"]
         model = data_parallel(network(), mesh, "fsdp", comm_hook="powersgd", **COMPRESSED["powersgd"])
         for number in range(5):
             gradients(model, number, [dist.get_rank()])
-        first_state = hook_state(model)
         model.zero_grad()
-        x = batch(9, dist.get_rank())
-        output = model(x)
+        output = model(batch(9, dist.get_rank()))
         if dist.get_rank() == 3:
             output = output * torch.tensor([bad, 1.0, 1.0], dtype=output.dtype)
         output.square().mean().backward()
-        after = hook_state(model)
-        (state,), (later,) = first_state.values(), after.values()
-        keys = ["error_dict", "q_memory_dict"]
-        pairs = [(tensor, later[key][place]) for key in keys for place, tensor in state[key].items()]
-        return len(pairs), all(torch.equal(tensor, other) for tensor, other in pairs)
+        kept = hook_state(model)["PowerSGD"]["error_dict"].values()
+        later = [gradient for number in (5, 6) for gradient in gradients(model, number, [dist.get_rank()])]
+        return all(tensor.isfinite().all() for tensor in (*kept, *later))
 
-    assert all(equal and count >= 3 for count, equal in on_ranks(run, 4))
+    assert all(on_ranks(run, 4))
 
 
 @pytest.mark.parametrize("name", COMPRESSED)

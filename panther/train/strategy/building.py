@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed import checkpoint, get_distributed_info, get_world_size
 from panther.distributed.comm.agreement import run_on_all_ranks
-from panther.distributed.data.comm_hooks import follow_loss_scale
 from panther.distributed.data.strategies import compute_dtype, fsdp_blocks
 from panther.distributed.parallelize.build import parallelize
 from panther.distributed.parallelize.config import ParallelismConfig, ParallelismSettings
@@ -81,7 +80,7 @@ def set_up(
     engine: Engine
     if strategy == "single":
         checkpoint_blocks_(model, fsdp_blocks(model), config.activation_checkpointing)
-        engine = ModelEngine(model=model, scaler=_loss_scaler(model, config, device), **common)
+        engine = ModelEngine(model=model, scaler=_loss_scaler(config, device), **common)
     else:
         engine = _distribute(model, config, layout_of(config, world), feed, common)
         if is_empty and is_sharded:
@@ -191,7 +190,7 @@ def _distribute(
     if layout.pp > 1:
         stages = [stage.submod for stage in parallel.stages]
         return PipelineEngine(model=stages, stages=layout.pp, parallel=parallel, **common)
-    return ModelEngine(model=parallel.model, scaler=_loss_scaler(parallel.model, config, common["device"]), **common)
+    return ModelEngine(model=parallel.model, scaler=_loss_scaler(config, common["device"]), **common)
 
 
 def _reduced_parameters(model: DistributedDataParallel) -> list[str]:
@@ -212,17 +211,15 @@ def _parallelism_settings(config: TrainConfig, layout: Layout) -> dict[str, Any]
     return settings
 
 
-def _loss_scaler(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.amp.GradScaler:
+def _loss_scaler(config: TrainConfig, device: torch.device) -> torch.amp.GradScaler:
     """Return the scaler of the loss, which is disabled for dtypes other than fp16."""
-    scaler = torch.amp.GradScaler(
+    return torch.amp.GradScaler(
         device.type,
         # torch's own defaults, which it has in its signature only.
         init_scale=config.scaler_init_scale or 2.0**16,
         growth_interval=config.scaler_growth_interval or 2000,
         enabled=config.mixed_precision == "fp16",
     )
-    follow_loss_scale(model, partial(scaler.scale, torch.ones((), device=device)))
-    return scaler
 
 
 def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:

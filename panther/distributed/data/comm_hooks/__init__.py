@@ -4,14 +4,12 @@ __all__ = [
     "DEFAULTS",
     "HOOKS",
     "check_hook",
-    "follow_loss_scale",
     "hook_state",
     "load_hook_state",
     "register_hook",
     "register_replica_hook",
 ]
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,17 +63,8 @@ def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[s
 
 
 def register_replica_hook(model: nn.Module, name: str, settings: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Register a hook between the replicas of hybrid sharding by its name.
-
-    Args:
-        model: The model, sharded by ``fully_shard`` along the second axis of the mesh.
-        name: One of ``HOOKS``.
-        settings: The settings of all hooks; None is a default.
-        mesh: The axes of the replicas and of the shards.
-    """
+    """Register a hook between the replicas of a model that is sharded along the second axis of the mesh."""
     state, hook = _state_and_hook(model, name, settings, mesh.get_group(0))
-    if isinstance(state, PowerSGD):
-        state.shards = mesh.get_group(1)
     reduce_over_replicas(model, partial(hook, state))
 
 
@@ -93,12 +82,6 @@ def _state_and_hook(model: nn.Module, name: str, settings: dict[str, Any], group
         return group, {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}[name]
     _states[model] = state
     return state, type(state).send
-
-
-def follow_loss_scale(model: nn.Module, scale: Callable[[], Tensor]) -> None:
-    """Give a hook with error feedback a function that returns the loss scale, a tensor on the model's device."""
-    if isinstance(state := _states.get(model), PowerSGD):
-        state.loss_scale = scale
 
 
 def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:
