@@ -1,7 +1,7 @@
 """Process groups, device meshes and collectives."""
 
 __all__ = [
-    "COLLECTIVE_NAMESPACES", "BaseFuture", "default_store", "default_timeout_set", "fake_group", "flat_mesh",
+    "COLLECTIVE_NAMESPACES", "default_store", "default_timeout_set", "fake_group", "flat_mesh",
     "functional_collectives", "group_timeout", "local_offsets", "set_group_timeout", "with_inner_axis",
 ]  # fmt: skip
 
@@ -22,10 +22,6 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 functional_collectives = torch.ops._c10d_functional
 """Collectives that return their result, which activation checkpointing can save. The collectives of torch.distributed
 are the public fallback. They write in place, so that the recomputation in the backward pass sends them again."""
-
-BaseFuture: Any = torch._C.Future
-"""The base class of all futures. Panther replaces its method ``then`` to count callbacks. The public
-torch.futures.Future is a subclass, and the futures of gloo's collectives are not instances of this subclass."""
 
 
 def default_store() -> "dist.Store":

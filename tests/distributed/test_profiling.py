@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from panther.distributed import CommunicationCounter, data_parallel, make_mesh
+from panther.distributed import CommunicationCounter, make_mesh
 
 pytestmark = pytest.mark.distributed
 
@@ -79,26 +78,3 @@ def test_the_block_leaves_autograd_as_it_was():
             with CommunicationCounter():
                 assert not torch._C._is_multithreading_enabled()
             assert torch._C._is_multithreading_enabled() == enabled
-
-
-def test_what_callbacks_send_on_other_threads():
-    """PowerSGD sends its factors of 4 columns one after the other, in callbacks that gloo's threads call."""
-
-    def rank():
-        model = data_parallel(
-            nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 16)), comm_hook="powersgd", powersgd_start_step=2
-        )
-        found = []
-        for _ in range(4):
-            with CommunicationCounter() as outer, CommunicationCounter() as traffic:
-                model(torch.randn(4, 24)).sum().backward()
-            assert traffic.bytes_by_operation == outer.bytes_by_operation
-            found.append((traffic.calls_by_operation["allreduce_"], traffic.bytes_by_operation["allreduce_"]))
-        return found, torch._C.Future.then.__name__
-
-    whole = 4 * (24 * 40 + 40 + 40 * 16 + 16)
-    biases, left, right = 4 * (40 + 16), 4 * 4 * (40 + 16), 4 * 4 * (24 + 40)
-    compressed = biases + left + right
-    for found, then in on_ranks(rank):
-        assert found == [(1, whole), (1, whole), (3, compressed), (3, compressed)]
-        assert then == "then"

@@ -20,10 +20,8 @@ __all__ = ["CommunicationProfile", "DeviceUtilization", "profile_communication_o
 
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -38,7 +36,6 @@ from panther.errors import DistributedError, MissingExtraError, check_device, ch
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _NO_GROUP = "There is no process group, so there is no communication to profile: call panther.distributed.init() first."
-_MAX_LISTED_RANKS = 16  # the table lists the utilization of at most this many ranks
 _WARM_UP = 2  # the first calls also open connections
 
 
@@ -64,9 +61,6 @@ class CommunicationProfile:
     """Backend of the group, such as ``"gloo"``."""
     timings: tuple[Timing, ...]
     """A row for each operation and message size."""
-    utilization: tuple[float, ...] = ()
-    """The share of the time in which the device of each rank computed, by :class:`DeviceUtilization`; NaN if it cannot
-    be measured."""
 
     def __str__(self) -> str:
         """Return the table."""
@@ -78,17 +72,7 @@ class CommunicationProfile:
             ]
             for row in self.timings
         ]  # fmt: skip
-        table = f"{counted(self.world_size, 'rank')}, {self.backend}\n{format_table(rows, align='<>')}"
-        return f"{table}\n{self._describe_utilization()}" if self.utilization else table
-
-    def _describe_utilization(self) -> str:
-        measured = [value for value in self.utilization if not math.isnan(value)]
-        if not measured:
-            return f"utilization: not measured, because nvidia-ml-py is missing: run {install_command('gpu')}"
-        texts = [f"{value:.0%} on rank {rank}" for rank, value in enumerate(self.utilization[:_MAX_LISTED_RANKS])]
-        if len(self.utilization) > _MAX_LISTED_RANKS:
-            texts.append(f"{min(measured):.0%} to {max(measured):.0%} on all")
-        return f"utilization: {', '.join(texts)}"
+        return f"{counted(self.world_size, 'rank')}, {self.backend}\n{format_table(rows, align='<>')}"
 
 
 def profile_communication_overhead(
@@ -105,7 +89,7 @@ def profile_communication_overhead(
         show: Whether the first rank of the group prints.
 
     Returns:
-        Times and bandwidths, by the formulas of this module, and the utilization of each rank's device in this time.
+        Times and bandwidths, by the formulas of this module.
 
     Raises:
         TypeError: If ``message_sizes`` is not a list of sizes.
@@ -135,21 +119,14 @@ def profile_communication_overhead(
     check_size("repetitions", repetitions, least=1)
     device = transport(group)
     timings = []
-    utilization = DeviceUtilization(device)
-    with ExitStack() as stack:
-        with suppress(MissingExtraError, DistributedError):  # the times are useful without the utilization
-            stack.enter_context(utilization)
-        for size in message_sizes:
-            size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
-            for name, (run, bus_factor) in _operations(torch.zeros(size // 4, device=device), group).items():
-                seconds = median_seconds(run, repetitions, device, group)
-                bandwidth = size / seconds / 1e9
-                timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
-    shares = torch.zeros(n, dtype=torch.float64, device=device)
-    shares[dist.get_rank(group)] = utilization.value
-    dist.all_reduce(shares, group=group)
+    for size in message_sizes:
+        size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
+        for name, (run, bus_factor) in _operations(torch.zeros(size // 4, device=device), group).items():
+            seconds = median_seconds(run, repetitions, device, group)
+            bandwidth = size / seconds / 1e9
+            timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
     timings.sort(key=lambda timing: timing.operation)
-    profile = CommunicationProfile(n, backend, tuple(timings), tuple(shares.tolist()))
+    profile = CommunicationProfile(n, backend, tuple(timings))
     if show and dist.get_rank(group) == 0:
         print(f"Communication Profiling Results:\n{profile}")
     return profile
@@ -198,13 +175,12 @@ def _operations(x: Tensor, group: Group) -> dict[str, tuple[Callable[[], object]
 class DeviceUtilization:
     """Measure the share of the time in which the device of this rank computes, inside a ``with`` block.
 
-    For a GPU, it is the share of the time in which a kernel runs. The driver reports it, and a thread samples it while
-    the block runs. For the CPU, it is the processor time of this process divided by the elapsed time and the number of
-    torch's threads. A rank that waits for other ranks, for data or for the network has a smaller share.
+    For a GPU, it is the share of the time in which a kernel runs, which the driver reports for the last second at most.
+    For the CPU, it is the processor time of this process divided by the elapsed time and the number of torch's threads.
+    A rank that waits for other ranks, for data or for the network has a smaller share.
 
     Args:
         device: The device; None is that of this rank.
-        interval_s: Time between two samples of a GPU, in seconds.
 
     Attributes:
         value: The share, from 0 to 1, once the block has ended.
@@ -220,48 +196,28 @@ class DeviceUtilization:
         True
     """
 
-    def __init__(self, device: torch.device | str | None = None, *, interval_s: float = 0.5) -> None:
-        if not isinstance(interval_s, int | float) or not interval_s > 0:
-            raise ValueError(f"interval_s={interval_s!r} must be a positive number of seconds")
+    def __init__(self, device: torch.device | str | None = None) -> None:
         check_device(device)
         self.device = None if device is None else torch.device(device)
-        self.interval_s, self.value = interval_s, math.nan
-        self._end = threading.Event()
-        self._samples: list[float] = []
+        self.value = math.nan
 
     def __enter__(self) -> Self:
         self._device = self.device or get_distributed_info().device
         if self._device.type == "cuda":
-            self._sample()  # so that an error reaches the caller; the value is not used, as it is from before the block
-            self._end.clear()
-            self._sampler = threading.Thread(target=self._follow, daemon=True)
-        self._begin()
-        if self._device.type == "cuda":
-            self._sampler.start()
+            self._sample()  # so that an error reaches the caller before the block
+        self._clocks = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._device.type == "cuda":
-            self._end.set()
-            self._sampler.join()
         self.value = self.restart()
 
     def restart(self) -> float:
         """Return the share since the block began, or since the last call, and begin a new measurement."""
         if self._device.type == "cuda":
-            value = statistics.mean([*self._samples, self._sample()])
-        else:
-            elapsed, computed = time.perf_counter() - self._clocks[0], time.process_time() - self._clocks[1]
-            value = min(computed / max(elapsed * torch.get_num_threads(), 1e-9), 1.0)
-        self._begin()
-        return value
-
-    def _begin(self) -> None:
-        self._clocks, self._samples = (time.perf_counter(), time.process_time()), []
-
-    def _follow(self) -> None:
-        while not self._end.wait(self.interval_s):
-            self._samples.append(self._sample())
+            return self._sample()
+        previous, self._clocks = self._clocks, (time.perf_counter(), time.process_time())
+        elapsed, computed = (now - then for now, then in zip(self._clocks, previous, strict=True))
+        return min(computed / max(elapsed * torch.get_num_threads(), 1e-9), 1.0)
 
     def _sample(self) -> float:
         try:

@@ -55,15 +55,10 @@ class Agreement:
 
     token: str
     backend: str
-    nodes: tuple[int, ...]
-    """The node of each rank, numbered from 0 in the order of ranks."""
+    one_host: bool
+    """Whether all ranks are on one node."""
     address: str = ""
     """Address of a node that all other nodes reach. Ranks communicate on the interface of the route to it."""
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are on one node."""
-        return len(set(self.nodes)) == 1
 
 
 def check_in(meeting: Meeting, rank: int, world_size: int, backend: str | None) -> Agreement:
@@ -126,8 +121,7 @@ def decide(token: str, infos: list[RankInfo]) -> Agreement:
             f"{world_size} lacks one: start fewer processes, or use backend=None or 'gloo'"
         )
     address = next((info.address for info in infos if info.address), "")
-    hosts = list(dict.fromkeys(info.host for info in infos))
-    return Agreement(token, backend, tuple(hosts.index(info.host) for info in infos), address)
+    return Agreement(token, backend, len({info.host for info in infos}) == 1, address)
 
 
 def _machine() -> str:

@@ -8,19 +8,13 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "make_mesh",
-    "nodes_of",
-    "note_nodes",
     "physical_memory",
-    "warn_across_nodes",
 ]
 
 import itertools
 import math
 import os
 import socket
-import warnings
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,16 +23,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from panther.distributed.comm.ranks import (
-    Group,
     in_process_group,
-    is_fake,
-    name_ranks,
     new_mesh,
-    ranks_of,
     require_process_group,
     transport,
 )
-from panther.errors import DistributedError, PerformanceWarning, ShapeError, check_size
+from panther.errors import DistributedError, ShapeError, check_size
 
 AXES = ("replicate", "dp", "pp", "tp")
 """Axes of a mesh, the outermost first: neighbouring ranks, which share a node, are along tp."""
@@ -202,51 +192,9 @@ def _advice(sizes: dict[str, int], world: int, product: int) -> str:
     return f"start {product} processes"
 
 
-_nodes: tuple[int, ...] = ()
-"""The node of each rank, as the ranks told each other when they met."""
-
-
-def note_nodes(nodes: Sequence[int]) -> None:
-    """Store the node of each rank of the process group that is about to be created; no nodes once it is destroyed."""
-    global _nodes
-    _nodes = tuple(nodes)
-
-
 def physical_memory() -> float:
     """Return the bytes of memory of this node, or infinity if the system does not report it, as Windows."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
         return float("inf")
-
-
-def nodes_of(ranks: Sequence[int]) -> list[int]:
-    """Return the node of each rank, numbered from 0; all ranks are on node 0 if their nodes are unknown.
-
-    The nodes of a process group that torch created follow from LOCAL_WORLD_SIZE, which launchers set.
-    """
-    world = get_world_size()
-    if len(_nodes) == world:
-        return [_nodes[rank] for rank in ranks]
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local.isdecimal() or not int(local) or world % int(local):
-        return [0 for _ in ranks]
-    return [rank // int(local) for rank in ranks]
-
-
-def warn_across_nodes(parallelism: str, group: Group) -> None:
-    """Warn, on the group's first rank, if a group that sends activations in every layer is not within a node."""
-    if is_fake(group):
-        return
-    ranks = ranks_of(group)
-    share = Counter(nodes_of(ranks))
-    if len(share) == 1 or get_rank(group) != 0:
-        return
-    smallest_share = min(share.values())
-    size = f"{smallest_share}, the ranks of a node," if smallest_share > 1 else "1"
-    warnings.warn(
-        f"{parallelism} over {name_ranks(ranks)} crosses {len(share)} nodes, and every layer sends its activations "
-        f"between them, forward and backward: use a size of {size} and data or pipeline parallelism between nodes",
-        PerformanceWarning,
-        stacklevel=2,
-    )

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,8 @@ from panther._torch import default_store, end_with_parent
 from panther.distributed.comm.diagnostics import answer_requests, explain_transport_error, stop_answering
 from panther.distributed.comm.ending import check_parent, record_uncaught_exceptions, start_limited, watch_parent
 from panther.distributed.comm.handshake import Agreement, check_in, meet, own_gpu
-from panther.distributed.comm.mesh import note_nodes
 from panther.distributed.comm.ranks import in_process_group
-from panther.distributed.comm.store import Meeting, alone_in, find_route, interface_of, open_store
+from panther.distributed.comm.store import Meeting, find_route, interface_of, open_store
 from panther.errors import DistributedError, ShapeError, check_size
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -43,9 +41,6 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _at_shutdown = ExitStack()
 """Functions that shutdown calls before it destroys the process group."""
-
-_store_folder: Path | None = None
-"""Folder with the file of the process group's store, if the store is a file."""
 
 
 def start_group(
@@ -74,11 +69,7 @@ def _join(
         meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s)
     agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
-    note_nodes(agreement.nodes)
-    _at_shutdown.callback(note_nodes, ())
     store = meeting.group_store(agreement.token, world_size)
-    global _store_folder
-    _store_folder = None if "nccl" in agreement.backend else meeting.folder  # NCCL may wait for other ranks to close
     _at_shutdown.callback(_wait_for_leaving_ranks, store, world_size)
     try:
         device = None
@@ -96,8 +87,7 @@ def _join(
         # A rank that is connected and fails at once would close the connection of a rank that still connects.
         if not meet(store, "connected", world_size, meeting.deadline):
             raise RuntimeError("some of them checked in and then ended or stalled")
-        with alone_in(meeting.folder):
-            del meeting  # this closes its store
+        del meeting  # this closes its store
         if world_size > 1:
             answer_requests(default_store(), rank)
             _at_shutdown.callback(stop_answering)
@@ -282,8 +272,7 @@ def shutdown() -> None:
     """
     _at_shutdown.close()
     if in_process_group():
-        with alone_in(_store_folder):
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def cleanup_distributed() -> None:

@@ -11,7 +11,6 @@ __all__ = [
     "Meeting",
     "Route",
     "address_of",
-    "alone_in",
     "find_route",
     "interface_of",
     "listens",
@@ -26,8 +25,6 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +34,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from panther.distributed.comm.ending import check_parent
 from panther.errors import DistributedError
-from panther.files.writer import take_lock
 
 try:
     import fcntl
@@ -46,7 +42,6 @@ except ImportError:  # Windows
 
 _POLL_S = 0.02
 _LAUNCHER_S = 10.0  # a busy launcher on this machine answers within this time
-_ALONE_S, _ALONE_POLL_S = 5.0, 0.0005
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -195,26 +190,6 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))  # the deadline was for connecting only
     return Meeting(store, timeout_s, deadline, where, "" if route.is_loopback else route.own_address)
-
-
-@contextmanager
-def alone_in(folder: Path | None) -> Iterator[None]:
-    """Hold a lock of the folder, so that only one process at a time closes its FileStore.
-
-    FileStore counts in two steps who closes it. If two processes take the first step before either takes the second
-    step, neither of them removes the file. The block runs without the lock if another process, for example a stopped
-    one, holds it for five seconds.
-    """
-    if folder is None or fcntl is None:
-        yield
-        return
-    descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + _ALONE_S
-    try:
-        while time.monotonic() < deadline and not take_lock(descriptor):
-            time.sleep(_ALONE_POLL_S)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _private_folder() -> Path:

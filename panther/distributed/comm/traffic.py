@@ -3,43 +3,25 @@
 __all__ = ["CommunicationCounter"]
 
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from panther._torch import COLLECTIVE_NAMESPACES, BaseFuture, TorchDispatchMode, schema_of, tree_leaves
+from panther._torch import COLLECTIVE_NAMESPACES, TorchDispatchMode, schema_of, tree_leaves
 
 _SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor")
 
 
-class _Recorder(TorchDispatchMode):
-    """Record collectives in a counter. A mode holds for one thread, and one object cannot be entered on two."""
-
-    _counter: "CommunicationCounter"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a collective and run it."""
-        # Operations on DTensors run on their shards and send messages. These messages reach a mode only if the mode
-        # leaves the operation itself to the DTensors.
-        module = sys.modules.get("torch.distributed.tensor")
-        if module is not None and any(issubclass(kind, module.DTensor) for kind in types):
-            return NotImplemented
-        self._counter._record(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-class CommunicationCounter(_Recorder):
+class CommunicationCounter(TorchDispatchMode):
     """Count the collective operations of this process and the bytes of their inputs, inside a ``with`` block.
 
     A call counts the bytes of the tensors that it reads. An all-reduce of gradients counts the bytes of the gradients
     once, for any algorithm. A broadcast counts on every rank, a receive and a barrier on no rank. DDP's gradient
-    buckets are counted if ``backward`` is called inside the block, where it runs on this thread, also on a GPU.
-    Messages that callbacks of futures send, for example PowerSGD's on gloo's threads, are counted as well, and so are
-    messages that operations on DTensors send.
+    buckets are counted if ``backward`` is called inside the block, where it runs on this thread, also on a GPU, and
+    so are messages that operations on DTensors send. Messages that callbacks on other threads send are not counted, for
+    example PowerSGD's factors.
 
     Attributes:
         calls: Number of operations.
@@ -59,47 +41,28 @@ class CommunicationCounter(_Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counter = self
         self.calls_by_operation: Counter[str] = Counter()
         self.bytes_by_operation: Counter[str] = Counter()
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         # A dispatch mode does not see operations of autograd's own threads, which run backward passes on GPUs.
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
         self._one_thread.__enter__()
-        self._watch_callbacks()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        BaseFuture.then = self._then
-        self._watched = threading.local()  # later callbacks do not count
         self._one_thread.__exit__(*exception)
 
-    def _watch_callbacks(self) -> None:
-        """Count the messages that callbacks of futures send on other threads."""
-        self._then = then = BaseFuture.then
-        self._watched = watched = threading.local()
-        watched.here = True
-        counter = self
-
-        def counted(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def run(future: Any) -> Any:
-                if watched is not counter._watched or getattr(watched, "here", False):
-                    return callback(future)
-                watched.here = True
-                try:
-                    recorder = _Recorder()
-                    recorder._counter = counter
-                    with recorder:
-                        return callback(future)
-                finally:
-                    watched.here = False
-
-            return run
-
-        BaseFuture.then = lambda future, callback: then(future, counted(callback))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a collective and run it."""
+        # Operations on DTensors run on their shards and send messages. These messages reach a mode only if the mode
+        # leaves the operation itself to the DTensors.
+        module = sys.modules.get("torch.distributed.tensor")
+        if module is not None and any(issubclass(kind, module.DTensor) for kind in types):
+            return NotImplemented
+        self._record(func, args)
+        return func(*args, **(kwargs or {}))
 
     @property
     def calls(self) -> int:
@@ -119,8 +82,5 @@ class CommunicationCounter(_Recorder):
         # argument.
         arguments = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False))
         inputs = [value for key, value in arguments.items() if key.startswith("input")] or list(arguments.values())[:1]
-        with self._lock:
-            self.calls_by_operation[name] += 1
-            self.bytes_by_operation[name] += sum(
-                leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)
-            )
+        self.calls_by_operation[name] += 1
+        self.bytes_by_operation[name] += sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))

@@ -10,9 +10,8 @@ __all__ = [
     "no_sync", "own_outputs_",
 ]  # fmt: skip
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._hints import name_hint, value_hint
+from panther._hints import value_hint
 from panther._torch import Alias, base_of_view, ignore_in_ddp, ignored_in_ddp, parameters_of, tree_leaves, tree_map_only
 from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import groups_of
@@ -195,8 +194,6 @@ def data_parallel(
     def settings() -> dict[str, Any]:
         check_hook(comm_hook, hook_settings)
         _check_options(mesh, strategy, comm_hook, mixed_precision, cpu_offload)
-        if strategy == "ddp":
-            _check_ddp_options(options)
         check_model(model, strategy)
         axes = (mesh.mesh_dim_names, tuple(mesh.shape)) if isinstance(mesh, DeviceMesh) else None
         arguments = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
@@ -301,16 +298,6 @@ def _check_options(
             f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
             + (", or mesh['replicate', 'dp']" if most == 2 else "")
         )
-
-
-def _check_ddp_options(options: Mapping[str, Any]) -> None:
-    reserved = ("module", "device_ids", "process_group")
-    option_names = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in reserved]
-    for name in options:
-        if name not in option_names:
-            raise TypeError(f"{name!r} is not an option of DistributedDataParallel: {name_hint(name, option_names)}")
-    if (size := options.get("bucket_cap_mb")) is not None and not size > 0:
-        raise ValueError(f"bucket_cap_mb={size} must be positive, or None")
 
 
 def compute_dtype(mixed_precision: str | None) -> torch.dtype | None:

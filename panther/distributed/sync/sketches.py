@@ -13,18 +13,17 @@ __all__ = [
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from panther.distributed.comm.agreement import LAYER, agree
 from panther.distributed.comm.ranks import is_fake, ranks_of, transport
 from panther.errors import DistributedError
+from panther.files.tensors import contents_checksum
 from panther.nn import RandMultiHeadAttention, sinSRPE
 from panther.nn.base import SketchedModule
 
 _FITTED = -1
-_ODD = 0x1E3779B97F4A7C15  # an odd number without a pattern of bits, below 2^63
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -62,7 +61,7 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     """Check that every rank has the same sketches. Every rank of the group must call it.
 
     A ``sketch_seed`` that was changed in place, for example by a broadcast of buffers, takes effect first. Sketches of
-    fitted layers are compared by a digest.
+    fitted layers are compared by a checksum.
 
     Args:
         model: The model, wrapped or not.
@@ -87,9 +86,9 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
             layer.check_record()
             contents = f"seed {layer.seed}"
             if layer.is_fitted:
-                contents = " ".join(
-                    ["contents", *(f"{_digest(getattr(layer, key)):016x}" for key in layer.sketch_names)]
-                )
+                sketches = [getattr(layer, key).detach() for key in layer.sketch_names]
+                full = [sketch.full_tensor() if isinstance(sketch, DTensor) else sketch for sketch in sketches]
+                contents = f"contents {' '.join(f'{contents_checksum(sketch):x}' for sketch in full)}"
             described[f"{LAYER}{name!r}"] = f"{describe_layer(layer)}, {contents}"
         return described
 
@@ -172,16 +171,3 @@ def describe_layer(layer: SketchedModule) -> str:
     mode = layer.record_mode
     kind, dtype = type(layer).__name__, layer.sketch_like().dtype
     return f"{mode} {kind} in {dtype} with num_terms={layer.num_terms}, {shapes}"
-
-
-def _digest(sketch: Tensor) -> int:
-    """Return a digest of 64 bits of the contents, computed on their device.
-
-    The sum wraps around, so that its order does not matter.
-    """
-    full = sketch.full_tensor() if isinstance(sketch, DTensor) else sketch
-    bits = full.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
-    mixed = bits + _ODD * torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
-    for shift in (30, 27, 31):  # without xor, the map would be linear, and patterns of signs would cancel
-        mixed = (mixed ^ (mixed >> shift)) * _ODD
-    return int(mixed.sum()) % (1 << 64)

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
-from panther.distributed.comm.mesh import warn_across_nodes
 from panther.distributed.sync.replicas import broadcast_model, built, warn_of_pickled_shards
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor.sharding_plan import (
@@ -137,7 +136,6 @@ def tensor_parallel(
 
 def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorParallelReport:
     """Do steps 4 to 6 of :func:`tensor_parallel`, on a model that is equal on all ranks already; nothing is sent."""
-    warn_across_nodes("tensor parallelism", mesh.get_group())
     warn_of_pickled_shards()
     tied = shared_parameters(model)  # before sharding, which gives every layer separate parameters
     _shard(model, mesh, decisions)
