@@ -3,7 +3,7 @@
 __all__ = [
     "ASSERT_TENSOR_METADATA", "TorchDispatchMode", "assign_attribute", "compiler_stance", "disable_dispatch_modes",
     "is_backward_running", "is_dispatch_mode_active", "is_dynamo_loaded", "is_mutable_operator", "operator_name",
-    "saved_tensor_hooks_are_set", "schema_of", "set_compiler_stance",
+    "schema_of", "set_compiler_stance",
     "without_fake_log",
 ]  # fmt: skip
 
@@ -48,14 +48,6 @@ def is_backward_running() -> bool:
     The id of the running graph is -1 outside of a backward pass. torch has no public function that returns it.
     """
     return torch._C._current_graph_task_id() != -1
-
-
-def saved_tensor_hooks_are_set() -> bool:
-    """Return whether hooks for saved tensors are active, for example of activation checkpointing.
-
-    The public functions set such hooks, and no public function returns whether hooks are set.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_dynamo_loaded() -> bool:

@@ -33,7 +33,7 @@ OVERRIDDEN_METHODS = {
     # torch.distributed.elastic has no public function that detects a worker without a result, or sets the signal.
     "_monitor_workers": "detect workers that end without a result",
     "_shutdown": "end the workers with SIGTERM",
-    "_start_workers": "give the workers a guardian, and limit how long their end takes",
+    "_start_workers": "limit how long the end of the workers takes, and pass on signals",
     # FlopCounterMode calls this method once for each operation, after composite operations are decomposed. The fallback
     # is a TorchDispatchMode, which sees composite operations as well.
     "_count_flops": "count the bytes that each operation moves",

@@ -150,9 +150,8 @@ def _check(model: nn.Module, attention: dict[str, Any]) -> None:
 class SequenceShards:
     r"""The ranks of a group, in its order. They hold the equal, consecutive shards of a sequence, one each.
 
-    A rank needs the sums over the keys of earlier ranks, and for attention that is exact in a window the keys and
-    values of its window. Sums have units, :math:`e^{u}` with the running maximum u of each rank: the sum before rank r
-    is :math:`\sum_{s<r} e^{u_s - U_r} S_s` in units of the maximum :math:`U_r` of the ranks before it.
+    Sums over keys have units, :math:`e^{u}` with the running maximum u of each rank: the sum before rank r is
+    :math:`\sum_{s<r} e^{u_s - U_r} S_s` in units of the maximum :math:`U_r` of the ranks before it.
     """
 
     def __init__(self, group: Group = None) -> None:

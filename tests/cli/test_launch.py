@@ -214,6 +214,17 @@ def test_the_first_to_fail_is_the_cause_and_those_that_lost_it_are_not(tmp_path)
 # Restarts
 
 
+def test_the_log_of_a_rank_that_hangs_has_its_stack(script):
+    file = script(
+        "import os, time\nimport panther as pr\npr.distributed.init()\n"
+        "def hang():\n    time.sleep(1000)\n"
+        "hang() if os.environ['RANK'] == '1' else os._exit(3)\n"
+    )
+    assert main(["launch", "--nproc-per-node=2", "--log-dir=kept", file]) == 1
+    stack = (logs("kept/*") / "attempt-0" / "rank-1.err").read_text()
+    assert "in hang" in stack
+
+
 def test_restart_after_a_failure(script, capfd, caplog):
     file = script("""
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -333,35 +344,34 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["nowhere.py"], "the script nowhere.py does not exist"),
         (
             ["--nproc-per-node=many", "work.py"],
-            "--nproc-per-node is not valid: Unsupported nproc_per_node value: many: give a number, or auto",
+            "panther launch does not accept these options: Unsupported nproc_per_node value: many",
         ),
         (
             ["--nnodes=2:1", "--master-port=1", "work.py"],
             "does not accept these options: min_nodes must be > 0 and <= max_nodes",
         ),
         (["--nproc-per-node=0", "work.py"], "nproc_per_node=0 must be at least 1"),
-        (["--nnodes=1:2:3", "work.py"], "--nnodes 1:2:3 must be a number of nodes, or MIN:MAX"),
-        (["--nproc=2", "work.py"], "--nproc is not an option of panther launch: use --nproc-per-node; panther launch"),
-        (
-            ["--no", "work.py"],
-            "--no is not an option of panther launch: use --no-python or --node-rank; panther launch",
-        ),
+        (["--nnodes=1:2:3", "work.py"], 'does not accept these options: nnodes=1:2:3 is not in "MIN:MAX" format'),
+        (["--nproc=2", "work.py"], "ambiguous option: --nproc=2 could match --nproc-per-node"),
         (["--frob=2", "work.py"], "unrecognized arguments: --frob=2; panther launch --help lists the options"),
         ([], "the following arguments are required: training_script"),
         (["--nproc-per-node", "2"], "the following arguments are required: training_script"),
-        (["--nnodes=two", "work.py"], "--nnodes two must be a number of nodes, or MIN:MAX"),
+        (["--nnodes=two", "work.py"], "does not accept these options: invalid literal"),
+        (["--grace-period=0", "work.py"], "--grace-period=0 must be a positive number of seconds"),
         (["--nnodes=2", "--node-rank=2", "work.py"], "--node-rank 2 must be from 0 to 1 with --nnodes 2"),
-        (["--nnodes=0", "work.py"], "--nnodes 0 must be at least 1"),
-        (["--monitor-interval=0", "work.py"], "--monitor-interval 0 must be a positive number of seconds"),
+        (["--nnodes=0", "work.py"], "does not accept these options: min_nodes must be > 0 and <= max_nodes"),
         (["--log-dir=work.py/logs", "work.py"], "--log-dir work.py/logs cannot be written to (Not a directory)"),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
-        (["--backend=mpi", "work.py"], "--backend is not valid: backend='mpi' is not in this build of torch: use"),
+        (
+            ["--backend=mpi", "work.py"],
+            "does not accept these options: backend='mpi' is not in this build of torch: use",
+        ),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
         (["--nnodes=2", "work.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST --node-rank N"),
-        (["--nnodes=2", "--rdzv-endpoint=a b:1", "work.py"], "--rdzv-endpoint must be HOST:PORT"),
-        (["--nnodes=2", "--rdzv-endpoint=here:99999", "work.py"], "--rdzv-endpoint must be HOST:PORT"),
-        (["--nnodes=2", "--rdzv-endpoint=a..b:1", "work.py"], "--rdzv-endpoint must be HOST:PORT"),
-        (["--tee=9", "work.py"], "torchrun does not accept these options: 9 does not match"),
+        (["--nnodes=2", "--rdzv-endpoint=a b:1", "work.py"], "the address of node 0 must be HOST:PORT"),
+        (["--nnodes=2", "--rdzv-endpoint=here:99999", "work.py"], "the address of node 0 must be HOST:PORT"),
+        (["--nnodes=2", "--rdzv-endpoint=a..b:1", "work.py"], "the address of node 0 must be HOST:PORT"),
+        (["--tee=9", "work.py"], "does not accept these options: 9 does not match"),
     ],
 )
 def test_bad_requests_are_said_in_a_sentence(arguments, message, script, capfd):
@@ -375,51 +385,23 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, script, capfd):
     assert not Path("panther-logs").exists()
 
 
-def test_a_port_in_use_is_answered_with_the_option_that_was_given(script, capfd):
+def test_a_port_in_use_is_named(script, capfd):
     file = script("")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        for options, option in (
-            ([f"--master-port={port}"], "--master-addr and --master-port"),
-            (["--nnodes=2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{port}"], "--rdzv-endpoint"),
-        ):
-            assert main(["launch", *options, file]) == 1
-            expected = f"node 0 cannot listen on port {port} (Address already in use): give another one in {option},"
-            assert expected in capfd.readouterr().err
-    assert not Path("panther-logs").exists()
+        assert main(["launch", "--nnodes=2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{port}", file]) == 1
+    error = capfd.readouterr().err
+    assert "the launcher failed: " in error
+    assert "EADDRINUSE" in error
+    assert f"which meet at 127.0.0.1:{port}" in error
 
 
-@pytest.fixture
-def resolver(monkeypatch):
-    """A name server that knows node0 after some questions, and a clock that goes on when somebody sleeps."""
-    known, clock = {"after": 3}, [0.0]
-    resolve = socket.getaddrinfo
-
-    def getaddrinfo(host, port, *args, **kwargs):
-        if host != "node0":
-            return resolve(host, port, *args, **kwargs)
-        known["after"] -= 1
-        if known["after"] >= 0:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return resolve("127.0.0.1", port, *args, **kwargs)
-
-    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
-    module = "panther.distributed.launcher._arguments.time"
-    monkeypatch.setattr(f"{module}.monotonic", lambda: clock[0])
-    monkeypatch.setattr(f"{module}.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    return known
-
-
-@pytest.mark.parametrize(
-    ("known_after", "cause"),
-    [(3, "nobody listens there, tried from 127.0.0.1 on interface lo"), (1000, "Name or service not known")],
-)
-def test_a_first_node_that_does_not_come(known_after, cause, script, resolver, free_port, capfd):
-    resolver["after"] = known_after
-    options = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=10", f"--rdzv-endpoint=node0:{free_port}"]
+def test_a_first_node_that_does_not_come(script, free_port, capfd):
+    options = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=2", f"--rdzv-endpoint=127.0.0.1:{free_port}"]
     assert main(["launch", *options, script("")]) == 1
-    expected = f"node 0 could not be reached at node0:{free_port} within 10 s ({cause}): start its launcher, correct"
-    assert expected in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "the launcher failed: The client socket has timed out after 2000ms while trying to connect to" in error
+    assert f"which meet at 127.0.0.1:{free_port}" in error
 
 
 # Nodes (on several machines: tests/distributed/test_two_nodes.py)
@@ -515,10 +497,7 @@ def test_the_names_of_guides():
     config = LaunchConfig(nproc_per_node=2, monitor_interval=1.0, start_timeout=600, max_restarts=3)
     assert config == LaunchConfig(nproc_per_node=2, monitor_interval_s=1.0, rdzv_timeout_s=600, max_restarts=3)
     assert LaunchConfig(start_timeout=60).arguments() == ["--rdzv-conf=timeout=60,join_timeout=60"]
-    assert (config.monitor_interval, config.start_timeout) == (1.0, 600)
-    assert (LaunchConfig().monitor_interval, LaunchConfig().start_timeout) == (0.1, 600)
-    assert dataclasses.replace(config, max_restarts=0).monitor_interval == 1.0
-    assert dataclasses.replace(config, monitor_interval_s=3).monitor_interval == 3.0
+    assert dataclasses.replace(config, monitor_interval_s=3).monitor_interval_s == 3.0
     with pytest.raises(ConfigError, match="start_timeout and rdzv_timeout_s are the same setting: give one"):
         LaunchConfig(start_timeout=60, rdzv_timeout_s=50)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -531,7 +510,7 @@ def test_the_names_of_guides():
     ("given", "message"),
     [
         ({"monitor_interval": -1}, "monitor_interval_s=-1.0 must be positive and finite"),
-        ({"monitor_interval": "x"}, "monitor_interval_s='x' must be a number, not str"),
+        ({"monitor_interval": "x"}, "monitor_interval='x' must be a number, not str"),
         ({"monitor_interval_s": 0}, "monitor_interval_s=0.0 must be positive and finite"),
         ({"start_timeout": 0}, "rdzv_timeout_s=0.0 must be at least 1 and finite"),
         ({"rdzv_timeout_s": float("inf")}, "rdzv_timeout_s=inf must be at least 1 and finite"),

@@ -325,8 +325,7 @@ def test_a_rank_that_dies_before_a_strategy_is_named(name, how, tmp_path):
 
     for error in survivors(tmp_path, rank, victim=1):
         assert "DistributedError: " in error
-        assert "rank 1 did not take part and reported no error (rank 1 did not answer: it has ended" in error
-        assert "): see why these ranks ended or are late" in error
+        assert "rank 1 did not take part and reported no error: see in their logs where these ranks hang" in error
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -352,8 +351,7 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout(name, tmp_path):
         STRATEGIES[name](model())
 
     for error in survivors(tmp_path, rank, victim=1, timeout_s=1.0):
-        assert "rank 1 did not take part and reported no error (rank 1 is in until (" in error
-        assert "waits.py:" in error
+        assert "rank 1 did not take part and reported no error" in error
 
 
 def test_the_wait_for_nccl_names_who_is_missing(tmp_path):

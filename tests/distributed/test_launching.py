@@ -478,16 +478,17 @@ def test_torchrun_restarts(tmp_path):
 
 def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("waits.py").write_text(
-        "import signal, sys\nfrom pathlib import Path\nfrom panther.distributed import init\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(Path('told').touch()))\n"
-        "init()\nPath('there').touch()\nwhile True:\n    signal.pause()\n"
+    Path("hangs.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom panther.distributed import init\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ninit()\n"
+        "Path('pid').write_text(str(os.getpid()))\nos.rename('pid', 'there')\nwhile True:\n    signal.pause()\n"
     )
-    launcher = Launcher("launcher", "waits.py")
+    launcher = Launcher("launcher", "hangs.py")
     until("there")
     os.kill(launcher.pid, signal.SIGKILL)
-    until("told")
     assert launcher.wait()[0] == -signal.SIGKILL
+    stat = Path(f"/proc/{Path('there').read_text()}/stat")
+    waits.until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", "the rank is left")
 
 
 # launch

@@ -141,15 +141,6 @@ def test_a_second_node_may_come_later(start):
     assert sorted(path.name for path in Path().glob("world-2-*")) == ["world-2-0", "world-2-1"]
 
 
-def test_a_node_that_does_not_come_is_named_with_the_way_that_was_tried(start):
-    Path("work.py").write_text("")
-    arguments = ["--nnodes=2", "--node-rank=1", "--master-addr=10.99.0.1", "--rdzv-conf=timeout=1", "work.py"]
-    code, output = start(1, UNKNOWN, *arguments).wait()
-    assert code == 1
-    assert "node 0 could not be reached at 10.99.0.1:29500 within 1 s" in output
-    assert "tried from 10.99.0.2 on interface ptr-b" in output
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

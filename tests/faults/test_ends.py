@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from panther.distributed import all_reduce, checkpoint, init
 from panther.distributed.comm.ending import begin_to_end, is_free
-from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError
 from panther.train import TrainConfig, Trainer
 
@@ -40,13 +39,13 @@ CAUSES = {
     "a rank is killed": ["rank 1 of 2 was ended by SIGKILL"],
     "a rank raises": ["rank 1 of 2 raised OSError: this file is corrupt"],
     "a rank leaves": ["rank 1 of 2 left with exit code 0 before its function returned"],
-    "a rank is stopped": ["rank 1 did not take part", "it has ended, is stopped, or", "raise timeout_s of init ("],
-    "a rank hangs": ["rank 1 did not take part", "rank 1 is in _hang ("],
-    "a rank hangs with the interpreter's lock": ["rank 1 did not take part", "the lock of the Python interpreter"],
+    "a rank is stopped": ["rank 1 did not take part", "raise timeout_s of init ("],
+    "a rank hangs": ["rank 1 did not take part"],
+    "a rank hangs with the interpreter's lock": ["rank 1 did not take part"],
     "a loader's worker is killed": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker is killed slowly": ["a worker process of the DataLoader was ended by SIGKILL"],
     "a loader's worker raises": ["OSError: this file is corrupt"],
-    "a loader's worker hangs": ["did not take part", "in windows ("],
+    "a loader's worker hangs": ["did not take part"],
 }
 
 
@@ -61,10 +60,9 @@ def test_the_error_names_the_cause_and_no_process_is_left(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", quick_and_slow(name for name, fault in FAULTS.items() if fault.ends_launcher))
-def test_a_killed_launcher_leaves_no_process_and_no_folder(tmp_path, name):
+def test_a_killed_launcher_leaves_no_process(tmp_path, name):
     assert waits.join([start(tmp_path, name, timeout_s=600, grace_period_s=2.0)]) == [-signal.SIGKILL]
     waits.until(all_have_ended(tmp_path), "a process is left")
-    waits.until(lambda: not list(tmp_path.glob("panther-launch-*")), "a folder is left")
 
 
 @pytest.mark.slow
@@ -77,7 +75,7 @@ def test_the_run_goes_on(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_in_start_up_leaves_no_process(tmp_path):
-    """Rank 1 never comes, so rank 0 waits in the store."""
+    """Rank 1 has not called init yet, and rank 0 waits for it in the store."""
 
     def enter():
         os.environ["TMPDIR"] = str(tmp_path)
@@ -87,13 +85,14 @@ def test_a_launcher_that_is_killed_in_start_up_leaves_no_process(tmp_path):
         "import os, time\nfrom pathlib import Path\nimport panther as pr\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "(folder / f'pid-{os.getpid()}').touch()\n"
-        "while os.environ['RANK'] == '1':\n    time.sleep(1)\n"
+        "while os.environ['RANK'] == '1' and not (folder / 'killed').exists():\n    time.sleep(0.1)\n"
         "pr.distributed.init()\n"
     )
     launcher = Launcher(tmp_path / "launcher", "--nproc-per-node=2", f"--log-dir={tmp_path}", str(script), enter=enter)
     waits.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "two ranks did not start")
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
+    (tmp_path / "killed").touch()
     pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     waits.until(lambda: not any(map(is_running, pids)), "a rank is left")
     assert not list(tmp_path.glob("torchelastic_*"))
@@ -255,23 +254,6 @@ def test_a_signal_that_somebody_handles_is_not_free():
 
 
 # Parts
-
-
-def test_a_guardian_ends_what_the_launcher_left(tmp_path):
-    (tmp_path / "folder").mkdir()
-    ready, done = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.write(done, b".")
-        while True:
-            signal.pause()
-    assert os.read(ready, 1) == b"."
-    guardian = Guardian(0.2, [str(tmp_path / "folder")])
-    guardian.guard([pid])
-    guardian.end()
-    assert waits.join([pid]) == [-signal.SIGKILL]
-    assert (tmp_path / "folder").exists()  # the launcher ended by itself, and removes its folders
 
 
 def test_a_process_that_begins_to_end_shows_where_it_is(capfd):

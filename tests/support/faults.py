@@ -263,7 +263,7 @@ def recover_nodes(directory, timeout_s):
         waits.until(lambda: (directory / "steps").exists() and len(steps(directory)) >= FAULT_STEP, "no step", 600)
         fault = time.time()
         for pid in [*reversed(waits.descendants(nodes[1].pid))]:
-            if b"guardian" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            with contextlib.suppress(ProcessLookupError):  # ranks end with their launcher
                 os.kill(pid, signal.SIGKILL)
         nodes[1].wait()
         nodes[1] = node(1)

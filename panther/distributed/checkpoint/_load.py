@@ -3,7 +3,7 @@
 __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,26 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from panther._model_libraries import model_files
 from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint.folders import folder_of, make_temporary, note_damage, remove
-from panther.distributed.checkpoint.manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint.manifest import read_manifest
 from panther.distributed.checkpoint.rank_states import rank_state_of, target_of
 from panther.distributed.checkpoint.storage import empty, read_tensors, reader_of
 from panther.distributed.checkpoint.weights import check_architecture, saved_modules, with_saved_layers
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
-from panther.errors import CheckpointError, FormatError, SketchMismatchError
+from panther.errors import CheckpointError, FormatError
 from panther.nn.attention.record import optional_names
 from panther.nn.io import unwrapped, write_folder
 from panther.nn.module_state import ModuleState
-from panther.nn.protocol import compressed_layers
 from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
-from panther.nn.sketch_record import read_record
 from panther.nn.specs import TRAINED_SCALES
 
 
@@ -153,7 +150,6 @@ def _load(
     generator_states = states.decode(generators, targets) if random_state else None
 
     def checked() -> tuple[dict[str, Any] | None, Callable[[], None]]:
-        _check_sketch_records(parts, values, folder / MANIFEST)
         if check is not None:
             check(states.decode(manifest["extra"], targets))
         if optimizer is None:
@@ -188,25 +184,8 @@ def _load(
     )
 
 
-def _check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], file: Path) -> None:
-    """Raise FormatError if the record of a sketch is not valid, before the layer would raise an error."""
-    for part in parts:
-        layers: Iterator[tuple[str, Any]] = compressed_layers(part)
-        for name, layer in layers:
-            key = states.plain(f"{name}.sketch_seed" if name else "sketch_seed")
-            record = values.get(key)
-            if isinstance(record, Tensor) and not isinstance(record, DTensor) and record.shape == (4,):
-                try:
-                    read_record(record, layer.num_terms, key)
-                except SketchMismatchError as error:
-                    raise FormatError(f"{file} is damaged: {error}") from None
-
-
 def _undo_of(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-    """Return a function that restores the present state of modules, an optimizer and the random generators.
-
-    :class:`ModuleState` says when the values of the modules are copied.
-    """
+    """Return a function that restores the present state of modules, an optimizer and the random generators."""
     model = ModuleState(parts)
     undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
     tensors: dict[str, Tensor] = {}

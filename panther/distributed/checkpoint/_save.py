@@ -53,15 +53,7 @@ class PendingSave(Future[Path]):
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait for the checkpoint and return its folder.
-
-        Args:
-            timeout: Largest number of seconds to wait.
-
-        Raises:
-            CheckpointError: If it could not be written.
-            TimeoutError: If it is not written in time; writing continues.
-        """
+        """Wait for the checkpoint and return its folder; raise TimeoutError after ``timeout`` seconds."""
         if not wait([self], timeout).done:
             raise TimeoutError(f"the checkpoint is not written after {timeout} seconds")
         self.result_was_read = True
@@ -318,10 +310,7 @@ _sides: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def _side_group(group: Group) -> Group:
-    """Return a gloo group of the same ranks for the writing thread.
-
-    Otherwise collectives of the thread and of training would mix, in an order that differs between ranks.
-    """
+    """Return a gloo group for the writing thread, whose collectives must not mix with the collectives of training."""
     if not in_process_group():
         return None
     parent = group or dist.group.WORLD

@@ -90,10 +90,7 @@ def folder_of(path: Path) -> Path:
 
 
 def make_temporary(directory: Path, name: str, pattern: str) -> Path:
-    """Make a temporary folder for this process only.
-
-    Temporary folders whose names match the pattern, and that killed processes left, are removed.
-    """
+    """Make a temporary folder for this process only; remove those, by their pattern, that killed processes left."""
     directory.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(directory, pattern)
     name = f"{name}.{secrets.token_hex(8)}"
@@ -111,8 +108,7 @@ def make_temporary(directory: Path, name: str, pattern: str) -> Path:
 def publish(temporary: Path) -> Path:
     """Rename a finished folder to its final name, such that after a crash it is complete or does not exist.
 
-    A step can be saved again, after resuming from an earlier step, or by two runs at the same time. Its folders then
-    have increasing numbers.
+    A step that is saved again, also by two runs at the same time, gets a number that increases.
     """
     sync_folder(temporary)
     name = temporary.name.partition(".")[0]

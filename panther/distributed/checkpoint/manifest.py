@@ -26,13 +26,9 @@ class _InvalidError(Exception):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, checked so that the rest of the library can rely on it.
+    """Return the manifest of a checkpoint, or raise FormatError unless the rest of the library can rely on it.
 
-    A checksum covers it. In addition, it names no file outside of the folder and no more bytes than its files have,
-    every tensor that an entry names is listed, and the chunks of each tensor have as many numbers as the tensor.
-
-    Raises:
-        FormatError: If the manifest is missing or damaged, or has a different format or version.
+    A checksum covers it, it names no file outside of the folder, and the chunks of each tensor cover the tensor.
     """
     path = folder / MANIFEST
     versions = range(VERSION, VERSION + 1)

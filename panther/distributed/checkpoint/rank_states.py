@@ -66,8 +66,7 @@ def _layout(place: str, tensor: DTensor, parameters: Mapping[str, Tensor]) -> di
 def merge_rank_states(encoded: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the manifest's entries for what :func:`encode_rank_states` returned on all ranks: equal values once.
 
-    Raises:
-        CheckpointError: If a DTensor is not on all ranks of its mesh, or not equal on ranks with the same shard.
+    A DTensor must be on all ranks of its mesh, and equal on ranks with the same shard.
     """
     layouts = {name: layout for values in encoded for name, layout in values["layouts"].items()}
     for name, layout in layouts.items():
@@ -88,10 +87,7 @@ def rank_state_of(trees: Sequence[Any], rank: int, world_size: int) -> Any:
     """Return the encoded value of a rank, given the values of all ranks that saved, or one if they were equal.
 
     On another number of ranks, values are divided only if all ranks after the first had nothing in place of what the
-    first rank had, such as the state of a tracker.
-
-    Raises:
-        CheckpointError: If a value cannot be divided; the error has its keys.
+    first rank had, such as the state of a tracker; otherwise a CheckpointError has the keys.
     """
     if len(trees) in (1, world_size):
         return trees[rank % len(trees)]

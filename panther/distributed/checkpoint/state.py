@@ -192,8 +192,7 @@ def optimizer_values(
 ) -> dict[str, Any]:
     """Return a state_dict for the optimizer, made of saved states and settings whose tensors have been loaded.
 
-    Raises:
-        CheckpointError: If parameters of one group of the optimizer had different settings.
+    Parameters of one group of the optimizer must have had equal settings.
     """
     names = [name for name, _ in named_parameters(optimizer, parts)]
     state_dict = _inner(optimizer).state_dict()
@@ -273,9 +272,7 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     """Return a value for JSON. Tensors are added to ``tensors`` under names that begin with ``place``.
 
-    Raises:
-        CheckpointError: If the value contains anything except numbers, strings, None, tensors, and lists, tuples and
-            dicts of these, or has too many levels.
+    Only numbers, strings, None, tensors, and lists, tuples and dicts of these can be stored.
     """
     if depth > _DEEPEST:
         raise CheckpointError(f"{place[:60]} is nested more than {_DEEPEST} levels deep: store less")

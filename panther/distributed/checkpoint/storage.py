@@ -62,8 +62,7 @@ def write_tensors(
 ) -> None:
     """Write this rank's tensors, and a manifest with the ``header``. All ranks must call it.
 
-    Raises:
-        CheckpointError: On every rank, with the errors of all ranks after the words ``failure``.
+    Every rank raises the errors of all ranks, after the words ``failure``.
     """
     # Copies of a buffer such as BatchNorm's may differ between ranks, and DDP continues with the first rank's copy.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
@@ -74,11 +73,7 @@ def write_tensors(
 def read_tensors(
     reader: StorageReader, targets: dict[str, Tensor], group: Group = None, *, alone: bool = False
 ) -> None:
-    """Read tensors into ``targets``, on all ranks at the same time, or with ``alone`` on one rank.
-
-    Raises:
-        FormatError: On every rank, if a file is missing or damaged.
-    """
+    """Read tensors into ``targets``, on all ranks, which raise the same error, or ``alone`` on one rank."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)  # states are flat already, and lists are in the manifest
     ranks = {"no_dist": True} if alone else _dcp_ranks(group)
     with _errors_of_all_ranks("", 1 if alone else get_world_size(group)):
@@ -287,11 +282,7 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def empty(entry: Mapping[str, Any], device: str = "cpu") -> Tensor:
-    """Return an uninitialised tensor with the shape and dtype of an entry of the manifest.
-
-    Raises:
-        FormatError: If the memory does not hold it.
-    """
+    """Return an uninitialised tensor for an entry of the manifest; raise FormatError if the memory does not hold it."""
     shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
     if device != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)

@@ -85,12 +85,7 @@ class _DCPReader(dcp.FileSystemReader):
 
 
 def stored_weights(folder: Path) -> StoredWeights:
-    """Return the weights of a folder.
-
-    Raises:
-        CheckpointError: If the folder holds no weights.
-        FormatError: If a file is damaged.
-    """
+    """Return the weights of a folder; raise CheckpointError if it holds none, and FormatError if a file is damaged."""
     if _has_checkpoint(folder):
         named_path, folder = folder, folder_of(folder)
         manifest = read_manifest(folder)
@@ -155,11 +150,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def saved_modules(folder: Path) -> Mapping[str, Any]:
-    """Return the records of the compressed layers of a folder, by name.
-
-    Raises:
-        FormatError: If the folder holds no model, or a file with records is damaged.
-    """
+    """Return the records of the compressed layers of a folder, by name; raise FormatError if it holds no model."""
     if (manifest := saved_manifest(folder)) is not None:
         return manifest["modules"]
     if (folder / ".metadata").is_file():
@@ -182,11 +173,7 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
 
 
 def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
-    """Replace layers that differ from their records by freshly initialised ones; return the model, or the new layer.
-
-    Raises:
-        FormatError: If the records do not fit the model.
-    """
+    """Replace layers that differ from their records by freshly initialised ones; return the model, or the new layer."""
     with without_inner_wrappers(model):
         saved, _ = convert_as_saved_(model, saved)
         present = {name for name, _ in model.named_modules(remove_duplicate=False)}

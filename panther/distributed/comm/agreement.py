@@ -36,11 +36,10 @@ def agree(
     fix: str,
     noun: str = "calls",
 ) -> None:
-    """Raise the same error on every rank unless all give the same description.
+    """Raise the same error on every rank unless all give the same description, or if ``describe`` raises on one.
 
-    ``describe`` checks and describes the arguments of this rank, and every rank raises its error. An agreement costs a
-    gather of 16 bytes a rank; descriptions are sent only where they differ. Messages name the ``noun`` of the compared
-    things and end in the advice ``fix``.
+    It costs a gather of 16 bytes a rank; descriptions are sent only where they differ. Messages name the ``noun`` of
+    the compared things and end in the advice ``fix``.
     """
     if is_fake(group):
         describe()  # no other rank exists, but the arguments of this rank are checked nevertheless

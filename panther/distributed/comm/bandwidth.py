@@ -133,11 +133,7 @@ def profile_communication_overhead(
 
 
 def median_seconds(run: Callable[[], object], repetitions: int, device: torch.device, group: Group = None) -> float:
-    """Return the median over repetitions of the slowest rank's time, the same number on every rank.
-
-    An operation is finished, and the next step begins, when the slowest rank has finished. If ranks share a core, the
-    slowest rank varies. Without a process group, this process is the only rank.
-    """
+    """Return the median over repetitions of the slowest rank's time, the same number on every rank."""
 
     def finish() -> None:
         if device.type == "cuda":

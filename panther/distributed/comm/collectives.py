@@ -207,10 +207,7 @@ def sum_before(
 ) -> Tensor:
     """Return the sum over the ranks before this rank of their ``x``, weighted by ``weights[this rank, rank]``.
 
-    The weights are equal on all ranks and have no derivative. Backward, a rank gets the weighted sum of the gradients
-    of the ranks after it, which are gathered, because each rank has a different loss.
-
-    Cost: the bytes of ``x``, sent to every other rank; the same in backward.
+    The weights are equal on all ranks and have no derivative. Backward, the gradients of the later ranks are gathered.
     """
     n, rank = _check("sum_before", x, group, "partial"), dist.get_rank(group)
 
@@ -226,10 +223,9 @@ def sum_before(
 
 
 def send_to_next(x: Tensor, received_rows: int, group: Group = None) -> Tensor:  # (rows, *) -> (received_rows, *)
-    """Send rows to the next rank of the group, and return the rows that the previous rank sent.
+    """Send rows to the next rank of the group, and return those of the previous rank; gradients go back.
 
-    The last rank sends nothing and the first rank receives nothing, whatever they pass. Gradients go back to the
-    previous rank.
+    The last rank sends nothing and the first rank receives nothing, whatever they pass.
     """
     n, rank = len(ranks_of(group)), dist.get_rank(group)
     rows_to, rows_from = [0] * n, [0] * n  # for each rank
@@ -255,11 +251,7 @@ def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
 
 
 def on_first_rank(x: Tensor, group: Group = None) -> Tensor:
-    """Return the tensor, which is equal on all ranks, on the first rank, and zeros on all other ranks; nothing is sent.
-
-    Use it for a term of a sum over ranks. Each rank gets the gradient of the sum, which is also the gradient of the
-    term.
-    """
+    """Return a tensor, equal on all ranks, on the first rank, and zeros on the others: a term of a sum over ranks."""
     return _Collective.apply(x, partial(_keep_at, src=ranks_of(group)[0]), _view)
 
 
@@ -327,10 +319,7 @@ def _sum(x: Tensor, group: Group) -> Tensor:
 
 
 def _functional(name: str, x: Tensor, *settings: Any, group: Group) -> Tensor:
-    """Call a collective as an operation that returns its result, so that activation checkpointing can save the result.
-
-    The recomputation then sends nothing. Gloo also copies less than with lists of tensors.
-    """
+    """Call a collective as an operation whose result activation checkpointing saves: recomputation sends nothing."""
     group_name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
     return functional_collectives.wait_tensor(
         getattr(functional_collectives, name)(x.contiguous(), *settings, group_name)

@@ -14,12 +14,14 @@ __all__ = [
     "DEFAULT_GRACE_PERIOD_S",
     "GRACE_PERIOD_VARIABLE",
     "SIGNALS",
+    "STACKS_SIGNAL",
     "catches",
     "check_parent",
     "grace_period",
     "is_free",
     "record_failure",
     "record_uncaught_exceptions",
+    "show_stacks_on_request",
     "signals_counted",
     "start_limited",
     "watch_parent",
@@ -48,6 +50,9 @@ GRACE_PERIOD_VARIABLE = "PANTHER_GRACE_PERIOD_S"
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 """Signals that ask a run to save and end. Slurm sends SIGUSR1 as a warning if its options say so. Windows has only the
 first two signals."""
+
+STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
+"""Signal by which a launcher lets its workers show their stacks."""
 
 _PERIOD_S = 1.0
 _SAME_REQUEST_S = 2.0
@@ -109,12 +114,14 @@ def has_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
 
 
-def check_parent() -> None:
-    """Raise if the parent of this process has ended. Loops call it that wait for other ranks at the start.
+def show_stacks_on_request() -> None:
+    """Show the stacks of this process at ``STACKS_SIGNAL``, wherever it waits, unless the program handles it."""
+    if STACKS_SIGNAL is not None and is_free(STACKS_SIGNAL):
+        faulthandler.register(STACKS_SIGNAL, file=_STDERR)
 
-    Raises:
-        DistributedError: If a launcher started this process and has ended.
-    """
+
+def check_parent() -> None:
+    """Raise DistributedError if the launcher of this process has ended. Loops that wait for other ranks call it."""
     if has_launcher() and os.getppid() != _parent:
         raise DistributedError(f"the launcher of this process (process {_parent}) has ended: start the run again")
 
@@ -154,8 +161,8 @@ def begin_to_end(reason: str) -> None:
 def start_limited(limit_s: float) -> Iterator[None]:
     """End this process if the block has not ended after ``limit_s``; do nothing without a launcher.
 
-    The start of a rank raises an error at its own deadline, unless the process that hosts the store is stopped: torch's
-    store then waits without a limit, in code that no exception reaches.
+    If the process that hosts the store is stopped, torch's store waits without a limit, in code that no exception
+    reaches.
     """
     timer = threading.Timer(limit_s, _give_up, [limit_s])
     timer.daemon = True
@@ -222,10 +229,7 @@ def signals_counted(grace_period_s: float | None) -> Iterator[None]:
 
 
 def _count(reader: int, ended: threading.Event) -> None:
-    """Begin the grace period at the second signal.
-
-    Python writes the number of each signal to the pipe ``reader`` at once, even while the main thread waits.
-    """
+    """Begin the grace period at the second signal. Python writes the number of each to the pipe ``reader`` at once."""
     first: float | None = None
     while not ended.is_set():
         select.select([reader], [], [])
@@ -252,11 +256,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def record_uncaught_exceptions(explain: Callable[[BaseException], BaseException | None] = lambda error: None) -> None:
-    """Make uncaught exceptions call :func:`record_failure` before they are shown, once in a process.
-
-    Args:
-        explain: Returns an error to record and show in the place of another one, or None.
-    """
+    """Call :func:`record_failure` for uncaught exceptions, or for what ``explain`` returns in their place."""
     global _records_exceptions
     if _records_exceptions:
         return

@@ -18,9 +18,8 @@ def gradient_norm(
 ) -> Tensor:
     """Return the Euclidean norm of the gradient of a whole model of ``stages`` stages, the same number on every rank.
 
-    Nothing is sent for replicated gradients, as under DDP. If some gradients are sharded (FSDP2, tensor parallelism) or
-    belong to other stages, every rank of the group must call it. Gradients that are still to be summed over ranks, for
-    example with torch's SequenceParallel, are sent completely.
+    If gradients are sharded or belong to other stages, every rank must call it; replicated gradients send nothing.
+    Partial gradients, for example with torch's SequenceParallel, are sent completely.
     """
     parameters = list(parameters)
     by_shards: dict[int, list[Tensor]] = defaultdict(list)

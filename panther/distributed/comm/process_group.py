@@ -16,18 +16,25 @@ __all__ = [
 
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from panther._torch import default_store, end_with_parent
-from panther.distributed.comm.diagnostics import answer_requests, explain_transport_error, stop_answering
-from panther.distributed.comm.ending import check_parent, record_uncaught_exceptions, start_limited, watch_parent
+from panther._torch import end_with_parent
+from panther.distributed.comm.diagnostics import explain_transport_error
+from panther.distributed.comm.ending import (
+    GRACE_PERIOD_VARIABLE,
+    check_parent,
+    record_uncaught_exceptions,
+    show_stacks_on_request,
+    start_limited,
+    watch_parent,
+)
 from panther.distributed.comm.handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.store import Meeting, find_route, interface_of, open_store
@@ -48,25 +55,26 @@ def start_group(
     world_size: int,
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    store: dist.Store | Meeting | None = None,
+    place: Meeting | dist.Store | tuple[str, str] | None = None,
 ) -> None:
-    """Join the process group in ``store``, or else in the store of the environment; errors have one sentence."""
+    """Join the process group in a store, at a host and port, or else where the environment says."""
     _check_request(rank, world_size, backend, timeout_s)
     watch_parent()
     with start_limited(timeout_s + _STUCK_S):
-        _join(rank, world_size, backend, timeout_s, store)
+        _join(rank, world_size, backend, timeout_s, place)
 
 
 def _join(
-    rank: int, world_size: int, backend: str | None, timeout_s: float, store: dist.Store | Meeting | None
+    rank: int,
+    world_size: int,
+    backend: str | None,
+    timeout_s: float,
+    place: Meeting | dist.Store | tuple[str, str] | None,
 ) -> None:
     """Join the process group, for valid arguments."""
-    if isinstance(store, Meeting):
-        meeting = store
-    elif store is None:
-        meeting = open_store(rank, world_size, timeout_s)
-    else:
-        meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s)
+    if isinstance(place, dist.Store):
+        place = Meeting(place, timeout_s, time.monotonic() + timeout_s)
+    meeting = place if isinstance(place, Meeting) else open_store(rank, world_size, timeout_s, place)
     agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
     store = meeting.group_store(agreement.token, world_size)
@@ -88,9 +96,6 @@ def _join(
         if not meet(store, "connected", world_size, meeting.deadline):
             raise RuntimeError("some of them checked in and then ended or stalled")
         del meeting  # this closes its store
-        if world_size > 1:
-            answer_requests(default_store(), rank)
-            _at_shutdown.callback(stop_answering)
     except BaseException as error:
         interface = os.environ.get(_INTERFACE, "of its host name")
         shutdown()
@@ -200,40 +205,27 @@ def init(
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size} belong together: give both, or neither")
-    meeting = _meeting_place(init_method)
+    place = _meeting_place(init_method)
     if rank is None or world_size is None:
         rank, world_size = ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # otherwise a launcher that is killed would leave its processes behind
+        # A rank that hangs or is stopped would outlive Panther's launcher, which passes on every signal that it gets. A
+        # signal such as SIGUSR1 ends torchrun, and ranks then still save.
+        end_with_parent(signal.SIGKILL if GRACE_PERIOD_VARIABLE in os.environ else signal.SIGTERM)
         check_parent()  # the launcher may have ended already
         record_uncaught_exceptions(explain_transport_error)
-    with _in_environment(meeting):
-        start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)
+        show_stacks_on_request()
+    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s, place)
 
 
-def _meeting_place(init_method: str | None) -> dict[str, str]:
-    """Return the address of an ``init_method`` as variables of the environment; none for ``"env://"`` and None."""
+def _meeting_place(init_method: str | None) -> tuple[str, str] | None:
+    """Return the host and port of an ``init_method``, or None if the environment has them."""
     if init_method in (None, "env://"):
-        return {}
+        return None
     match = re.fullmatch(r"tcp://(\[.+\]|[^:/\[]+):(\d+)/?", init_method) if isinstance(init_method, str) else None
     if match is None:
         raise ValueError(f"init_method={init_method!r} must be 'env://' or 'tcp://HOST:PORT'")
-    return {"MASTER_ADDR": match[1].strip("[]"), "MASTER_PORT": match[2]}
-
-
-@contextmanager
-def _in_environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables of the environment in a block, because torch reads the host and port of the store only there."""
-    previous_values = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in previous_values.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return match[1].strip("[]"), match[2]
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:

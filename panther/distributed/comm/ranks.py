@@ -31,12 +31,7 @@ def in_process_group() -> bool:
 
 
 def require_process_group(group: Group = None) -> None:
-    """Check that a process group exists, and that this rank is in ``group``.
-
-    Raises:
-        DistributedError: If no process group exists, or this rank is not in ``group``.
-        TypeError: If ``group`` is not a process group.
-    """
+    """Raise DistributedError unless a process group exists and this rank is in ``group``."""
     # torch's new_group returns NON_GROUP_MEMBER, a number, on ranks that are not in the group.
     if not isinstance(group, dist.ProcessGroup) and group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(
@@ -68,10 +63,7 @@ def transport(group: Group) -> torch.device:
 
 
 def is_fake(group: Group) -> bool:
-    """Return whether the group is torch's fake group, which sends nothing and has no other rank.
-
-    The advisor shards models over such a group to measure them, so that agreements with other ranks are left out.
-    """
+    """Return whether the group is torch's fake group, which has no other rank: the advisor measures models over it."""
     return in_process_group() and dist.get_rank(group) >= 0 and dist.get_backend(group) == "fake"
 
 

@@ -30,7 +30,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from panther.distributed.comm.ending import check_parent
 from panther.errors import DistributedError
@@ -133,11 +132,16 @@ class Meeting:
         return dist.FileStore(str(self.folder / token), world_size)
 
 
-def open_store(rank: int, world_size: int, timeout_s: float) -> Meeting:
-    """Open the store of this run; raise DistributedError if it cannot be created, or reached before the deadline."""
+def open_store(rank: int, world_size: int, timeout_s: float, place: tuple[str, str] | None = None) -> Meeting:
+    """Open the store of this run, at a host and port in place of MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        DistributedError: If the store cannot be created, or reached before the deadline.
+    """
     deadline = time.monotonic() + timeout_s
-    if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
-        return _tcp_store(rank, world_size, timeout_s, deadline)
+    if place is not None or "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
+        place = place or (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
+        return _tcp_store(rank, world_size, timeout_s, deadline, *place)
     if world_size == 1:
         return Meeting(dist.HashStore(), timeout_s, deadline)
     folder = _private_folder()
@@ -148,8 +152,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> Meeting:
     return Meeting(store, timeout_s, deadline, where, folder=folder)
 
 
-def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float, address: str, port: str) -> Meeting:
     if not address or not port.isdecimal():
         raise DistributedError(
             f"MASTER_ADDR={address!r} and MASTER_PORT={port!r} must be a host and a port number: set both, or unset "
@@ -177,10 +180,14 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
                 )
             time.sleep(5 * _POLL_S)
     try:
-        # With a world size of -1, rank 0 does not wait here for the other ranks: the check-in waits and names missing
-        # ranks.
-        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        store: dist.Store = next(rendezvous(f"env://?rank={rank}&world_size=-1", timeout=left))[0]
+        store = dist.TCPStore(
+            address,
+            int(port),
+            is_master=rank == 0 and not agent_hosts,
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
+            wait_for_workers=False,  # the check-in waits and names missing ranks
+            multi_tenant=True,  # a process may host the store of a port again
+        )
     except (RuntimeError, ValueError, OSError) as error:
         fault = "cannot listen" if rank == 0 and not agent_hosts else f"cannot reach {host}"
         cause = str(error).split("\n", 1)[0]

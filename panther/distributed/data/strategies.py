@@ -69,13 +69,10 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
 def own_outputs_(module: nn.Module) -> None:
     """Let a module return no views that need a gradient. Call it before ``fully_shard``, whose hooks must come later.
 
-    FSDP2 gathers the parameters of a module for the backward pass by a hook on the module's output. An operation in
-    place on a view (``y += x``) replaces the view's node in the graph, and so removes the hook, without an error. For
-    this reason torch warns about every view, such as the output of nn.Linear for three dimensions. Here the output
-    becomes a separate tensor on the same memory, so that the hook stays.
-
-    Cost: only views of an input, of a parameter, or of the memory of another output are copied, because an operation in
-    place on such a view changes more than one tensor.
+    FSDP2 gathers the parameters for the backward pass by a hook on the module's output. An operation in place on a view
+    (``y += x``) replaces the view's node in the graph, and so removes the hook, without an error. Here the output
+    becomes a separate tensor on the same memory; only views of an input, a parameter or another output's memory are
+    copied.
     """
     module.register_forward_hook(_own_outputs, with_kwargs=True)
 
@@ -149,7 +146,7 @@ def data_parallel(
             with random signs, new in every step, decoded without a bias). None sends them uncompressed. Checkpoints of
             a :class:`panther.train.Trainer` contain the state of PowerSGD and sketches; in a loop of your own,
             :func:`panther.distributed.checkpoint.save` does not save it.
-        powersgd_rank: Rank to which each gradient is approximated; 4 if None.
+        powersgd_rank: Rank to which each gradient is approximated; 4 if None. PowerSGD does not follow a loss scale.
         powersgd_start_step: Number of uncompressed steps at the start, at least 2; 10 if None.
         sketch_fraction: For ``"sketch"``, the number of sums that are sent for each entry; 0.1 if None.
         mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype of the computation, ``"bf16"`` or ``"fp16"``;
@@ -240,9 +237,9 @@ def fully_shard_(
 ) -> Any:
     """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on all ranks already; nothing is sent.
 
-    With ``one_block``, the model is one unit instead of one unit per block. Stages of a pipeline need this, because
-    zero-bubble schedules compute wrong gradients for stages that are sharded block by block. Trained factors of scales
-    are converted to the dtype of their layer, because FSDP requires trained parameters of one dtype.
+    With ``one_block``, the model is one unit: zero-bubble schedules compute wrong gradients for stages of several
+    units. FSDP requires trained parameters of one dtype, so factors of scales are converted to the dtype of their
+    layer.
     """
     for module in model.modules():
         if isinstance(module, QuantizedState):
@@ -265,10 +262,9 @@ def fully_shard_(
 
 
 def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the second axis of a mesh of two axes, along which each replica of a model is sharded.
+    """Return the second axis of a mesh of two axes; a model sharded along it leaves the sum over replicas to a hook.
 
-    A model that is sharded along this axis alone leaves the sum over the replicas to a hook; along both axes, FSDP2
-    calls the hook after its own sum.
+    Along both axes, FSDP2 calls the hook after its own sum.
     """
     return mesh_of_group(mesh.get_group(1), mesh.device_type, "dp")
 

@@ -3,16 +3,17 @@
 The agent starts, restarts and ends all workers of a group together. Panther's subclass handles four more cases. A
 worker that ends with exit code 0 and without a result has failed; the agent would wait for it for ever. The exit codes
 of all workers are recorded; the agent reports one, often not the first failure. Once a worker has failed, the other
-workers have a limited time to end. A guardian ends the workers if the launcher is killed.
+workers have a limited time to end. Signals that warn of the end of a job are passed on to the workers.
 """
 
-__all__ = ["BACKEND", "contained", "run_agent", "run_scripts", "signals_followed"]
+__all__ = ["BACKEND", "contained", "latest_failures", "run_agent", "run_scripts", "signals_followed"]
 
 import logging
 import os
 import signal
 import socket
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,9 +39,8 @@ from panther._torch import (
     worker_exit_codes,
     worker_processes,
 )
-from panther.distributed.comm.ending import GRACE_PERIOD_VARIABLE, catches, is_free
+from panther.distributed.comm.ending import GRACE_PERIOD_VARIABLE, STACKS_SIGNAL, catches, is_free
 from panther.distributed.launcher._failures import Failure, RankLogs, describe, describe_early_end, explain
-from panther.distributed.launcher.guardian import Guardian
 from panther.errors import DistributedError
 
 _LOOPBACK = "127.0.0.1"
@@ -52,11 +52,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous for one node, with a new store for every attempt.
 
     The store that torch reuses after a restart keeps addresses of workers that have ended, and some restarts then hang.
-
-    Args:
-        listen: Whether workers are scripts that connect to the store, which then listens on a free port of the loopback
-            interface. Workers that run a function may be forked, and this process must not have such a store then: with
-            torch's c10d rendezvous and its threads, about one in a hundred forked workers hung at its start.
+    With ``listen``, workers are scripts that connect to the store on a free port of the loopback interface. Forked
+    workers must not inherit such a store: with torch's threads, about one in a hundred hung at its start.
     """
 
     def __init__(self, listen: bool) -> None:
@@ -92,14 +89,15 @@ rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezv
 
 _FAILURE_GRACE_S = 3
 """Seconds that all other ranks have to end once a rank has failed: the ranks cannot save together any more."""
+_STACKS_S = 0.5
 _LOGGER = logging.getLogger(__name__)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent with a guardian and a limit for ending workers; it notes how workers fail."""
+    """torch's agent with a limit for ending workers; it notes how workers fail."""
 
-    guardian: ClassVar[Guardian | None] = None
+    latest_failures: ClassVar[list[Failure]] = []
     grace_period_s: ClassVar[float] = 0.0
     shutdown_timeout_s: ClassVar[int] = 30
 
@@ -111,9 +109,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self._ended = None
-        if self.guardian is not None:
-            self.guardian.guard(list(pids.values()))
-        limit_closing(self, max(1, min(_FAILURE_GRACE_S, int(self.grace_period_s))), _Agent._note_ended)
+        limit_closing(self, max(1, min(_FAILURE_GRACE_S, int(self.grace_period_s))), _Agent._prepare_end)
+        self._pids = pids
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1"):
             self._pass_on_warnings(list(pids.values()))
         return pids
@@ -132,6 +129,20 @@ class _Agent(LocalElasticAgent):
         if is_free(signal.SIGUSR1) or getattr(signal.getsignal(signal.SIGUSR1), "of_launcher", False):
             pass_on.of_launcher = True  # type: ignore[attr-defined] # so that the next attempt replaces it
             signal.signal(signal.SIGUSR1, pass_on)
+
+    def _prepare_end(self) -> None:
+        """Note which workers have ended, and after a failure let the others show in their logs where they are."""
+        self._note_ended()
+        codes = worker_exit_codes(self)
+        if STACKS_SIGNAL is None or worker_processes(self) or not any(codes.values()):
+            return  # workers that run a function have no logs
+        running = [pid for local, pid in self._pids.items() if codes.get(local) is None]
+        shown = [pid for pid in running if catches(pid, STACKS_SIGNAL, otherwise=False)]
+        for pid in shown:
+            with suppress(ProcessLookupError):
+                os.kill(pid, STACKS_SIGNAL)
+        if shown:
+            time.sleep(_STACKS_S)  # SIGTERM would end a process before it has shown them
 
     def _note_ended(self) -> None:
         if self._ended is None:
@@ -173,6 +184,7 @@ class _Agent(LocalElasticAgent):
                 failure = describe(rank, codes.get(local), files.get(local, ""), log, stopped=not by_itself)
             if failure is not None:
                 self.failures.append(failure)
+        _Agent.latest_failures = self.failures
         if logs is not None:
             logs.failures = self.failures
 
@@ -194,17 +206,10 @@ class _Agent(LocalElasticAgent):
             process.join()
 
 
-@contextmanager
-def _guarded(grace_period_s: float, folders: Sequence[str] = ()) -> Iterator[None]:
-    """Give a guardian and a grace period to the agents that are created in the block."""
-    guardian = Guardian(grace_period_s, folders)
-    os.environ[GRACE_PERIOD_VARIABLE] = f"{grace_period_s:g}"  # for the workers
-    _Agent.guardian, _Agent.grace_period_s = guardian, grace_period_s
-    try:
-        yield
-    finally:
-        _Agent.guardian = None
-        guardian.end()
+def _set_grace_period(grace_period_s: float) -> None:
+    """Set the grace period of the agents that are created from now on, and of their workers."""
+    os.environ[GRACE_PERIOD_VARIABLE] = f"{grace_period_s:g}"
+    _Agent.grace_period_s = grace_period_s
 
 
 def run_agent(
@@ -220,7 +225,8 @@ def run_agent(
 
     On a signal such as SIGINT or SIGTERM, torch's SignalException is raised once the workers have ended.
     """
-    with contained(), _guarded(grace_period_s, [folder]):
+    with contained():
+        _set_grace_period(grace_period_s)
         os.environ[_SIGNALS_VARIABLE] = handled_signals()
         spec = WorkerSpec(
             role="worker",
@@ -243,8 +249,14 @@ def run_agent(
 def run_scripts(config: LaunchConfig, command: Any, arguments: Sequence[str], grace_period_s: float) -> None:
     """Run a script in the workers of a configuration of torch's launcher, and raise the errors of torch's launcher."""
     _Agent.shutdown_timeout_s = getattr(config, "shutdown_timeout", 30)  # `_arguments` sets it for torch 2.11
-    with _guarded(grace_period_s), with_agent_class(_Agent):
+    _set_grace_period(grace_period_s)
+    with with_agent_class(_Agent):
         elastic_launch(config, command)(*arguments)
+
+
+def latest_failures() -> list[Failure]:
+    """Return how the workers of the last attempt of this process failed."""
+    return _Agent.latest_failures
 
 
 def handled_signals() -> str:
@@ -273,8 +285,7 @@ def signals_followed() -> Iterator[None]:
 def contained() -> Iterator[None]:
     """Undo the changes that a launcher makes to this process: environment variables and signal handlers.
 
-    torch's log does not appear on the terminal, because Panther's errors describe the failures; handlers that a user
-    attaches to torch's loggers still get it.
+    torch's log does not appear on the terminal; handlers that a user attaches to torch's loggers still get it.
     """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     propagate, variables = [logger.propagate for logger in loggers], dict(os.environ)

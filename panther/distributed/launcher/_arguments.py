@@ -4,7 +4,6 @@ __all__ = ["prepare"]
 
 import argparse
 import logging
-import math
 import os
 import socket
 import time
@@ -24,16 +23,14 @@ from torch.distributed.run import (
 from panther._text import counted
 from panther._torch import is_this_host, usable_cores
 from panther.distributed.comm.ending import DEFAULT_GRACE_PERIOD_S
-from panther.distributed.comm.process_group import check_backend
-from panther.distributed.comm.store import Route, find_route, interface_of, listens
+from panther.distributed.comm.process_group import check_backend, check_timeout
+from panther.distributed.comm.store import Route, find_route, interface_of
 from panther.distributed.launcher._agent import BACKEND, handled_signals
 from panther.distributed.launcher._failures import RankLogs, new_folder
 from panther.distributed.launcher.config import LOG_DIR
-from panther.errors import ConfigError, DistributedError, check_size
+from panther.errors import ConfigError, check_size
 
 _LOGGER = logging.getLogger(__name__)
-_POLL_S = 0.2
-_JOIN_S = 600.0  # torch's own default for the c10d rendezvous
 _USAGE = "panther launch [options] script.py [arguments of the script]"
 _EPILOG = (
     "These are torchrun's options, --backend and --grace-period. What each rank writes goes to a file in --log-dir "
@@ -44,10 +41,9 @@ _EPILOG = (
 def prepare(
     argv: Sequence[str], name: str | None = None
 ) -> tuple[LaunchConfig, Callable[..., object] | str, list[str], float]:
-    """Turn the arguments of ``panther launch`` into arguments of torch's launcher, once node 0 can be reached.
+    """Turn the arguments of ``panther launch`` into arguments of torch's launcher, and set variables for its workers.
 
-    The function sets variables of this process, which its workers inherit. A run without a name gets the name of its
-    script. The logs of the configuration are a :class:`RankLogs`, unless torch's own options redirect the output.
+    The logs are a :class:`RankLogs`, unless torch's own options redirect the output.
     """
     args = _parse(argv)
     if not args.module and not args.no_python and not Path(args.training_script).exists():
@@ -56,25 +52,14 @@ def prepare(
         )
     try:
         check_backend(args.backend)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--backend is not valid: {error}") from None
-    try:
+        check_timeout("--grace-period", args.grace_period)
         nodes = parse_min_max_nnodes(args.nnodes)[1]
-    except (ValueError, RuntimeError):
-        raise ConfigError(f"--nnodes {args.nnodes} must be a number of nodes, or MIN:MAX") from None
-    if nodes < 1:
-        raise ConfigError(f"--nnodes {args.nnodes} must be at least 1")
-    if not 0 < args.grace_period < math.inf:
-        raise ConfigError(f"--grace-period {args.grace_period:g} must be a positive number of seconds")
+        nproc = check_size("nproc_per_node", determine_local_world_size(args.nproc_per_node), least=1)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"panther launch does not accept these options: {error}") from error
     if hasattr(args, "signals_to_handle"):
         names = args.signals_to_handle.split(",")
         args.signals_to_handle = ",".join(name for name in names if name != "SIGHUP" or "SIGHUP" in handled_signals())
-    if not 0 < args.monitor_interval < math.inf:
-        raise ConfigError(f"--monitor-interval {args.monitor_interval:g} must be a positive number of seconds")
-    try:
-        nproc = check_size("nproc_per_node", determine_local_world_size(args.nproc_per_node), least=1)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--nproc-per-node is not valid: {error}: give a number, or auto") from None
     # A shared store keeps the addresses of an earlier attempt, which made 2 of 8 measured restarts hang.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
@@ -91,7 +76,7 @@ def prepare(
     try:
         config, command, arguments = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise ConfigError(f"torchrun does not accept these options: {error}") from error
+        raise ConfigError(f"panther launch does not accept these options: {error}") from error
     if not hasattr(config, "shutdown_timeout"):  # torch 2.11
         config.shutdown_timeout = args.shutdown_timeout
     if not torchs_logs:
@@ -123,7 +108,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--grace-period", type=float, default=DEFAULT_GRACE_PERIOD_S, metavar="SECONDS",
-        help="time that processes have to save and end once this launcher has been killed (default: 15)",
+        help="time that processes have to save and end after a second signal (default: 15)",
     )  # fmt: skip
     if "--shutdown-timeout" not in parser._option_string_actions:  # torch 2.11
         parser.add_argument(
@@ -148,24 +133,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raise argparse's error as a ConfigError; for an ambiguous option, name the options that it may stand for."""
-    start, ambiguous, names = message.removeprefix("ambiguous option: ").partition(" could match ")
-    if ambiguous:
-        option = start.partition("=")[0]
-        full = " or ".join(name for name in names.split(", ") if "_" not in name)
-        message = f"{option} is not an option of panther launch: use {full}"
     raise ConfigError(f"{message}; panther launch --help lists the options")
 
 
 def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
-    """Choose how launchers meet, wait for node 0, and return the interface that leads there, if it is known.
+    """Choose how launchers meet, and return the interface that leads to node 0, if it is known.
 
-    Options of torchrun keep their meaning. Panther adds three defaults. A single node uses the loopback interface.
-    Several nodes use c10d if neither a backend nor --node-rank is given. With c10d, nodes use addresses, because they
-    may be unable to resolve host names, which torch would look up.
+    Options of torchrun keep their meaning. A single node uses the loopback interface, and several nodes use c10d if
+    neither a backend nor --node-rank is given.
     """
     placed = args.rdzv_endpoint or args.master_port is not None
-    if args.standalone or (nodes == 1 and not placed and args.rdzv_backend in (None, "static")):
+    if args.standalone or (nodes <= 1 and not placed and args.rdzv_backend in (None, "static")):
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, ""
         args.node_rank, args.master_port = 0, 0
         return interface_of("127.0.0.1")
@@ -179,9 +157,9 @@ def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
     args.node_rank = args.node_rank or 0
     if args.rdzv_backend == "static" and not 0 <= args.node_rank < nodes:  # the nodes would wait for each other
         raise ConfigError(f"--node-rank {args.node_rank} must be from 0 to {nodes - 1} with --nnodes {args.nnodes}")
-    option, port = ("--rdzv-endpoint", 29400)
+    port = 29400
     if not args.rdzv_endpoint and (args.rdzv_backend == "static" or args.master_addr != "127.0.0.1"):
-        option, port = "--master-addr and --master-port", 29500
+        port = 29500
         args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or port}"
     args.master_port = args.master_port or 29500
     if args.rdzv_backend not in ("c10d", "static"):
@@ -190,37 +168,30 @@ def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
         host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, port)
         host.encode("idna")  # the resolver does the same, and its error is hard to read
     except ValueError as error:
-        raise ConfigError(f"{option} must be HOST:PORT, the same on every node: {error}") from None
-    return _set_addresses(args, host, port, option)
-
-
-def _set_addresses(args: argparse.Namespace, host: str, port: int, option: str) -> str | None:
-    settings = dict(item.split("=", 1) for item in args.rdzv_conf.split(",") if "=" in item)
-    timeout_s = float(settings.get("join_timeout" if args.rdzv_backend == "c10d" else "timeout", _JOIN_S))
-    is_host = args.node_rank == 0 if args.rdzv_backend == "static" else None
-    route = _await_node_0(host, port, is_host, timeout_s, option)
-    own_address = host if route.is_loopback else route.own_address
+        raise ConfigError(f"the address of node 0 must be HOST:PORT, the same on every node: {error}") from None
+    try:
+        route = find_route(host, port)
+    except OSError:  # the name has no address yet, for which torch waits
+        return None
     if args.rdzv_backend == "c10d":
-        # torch would give the other nodes this host's name.
-        args.local_addr = args.local_addr or own_address
-        if not route.is_local:
-            settings.setdefault("is_host", "False")
-        elif not _is_host_for_torch(host):
-            settings.setdefault("is_host", "True")
-        # A launcher counts as dead after three of these intervals. torch's default interval is 5 s.
-        settings.setdefault("keep_alive_interval", "3")
-        args.rdzv_conf = ",".join(f"{key}={value}" for key, value in settings.items())
-    elif is_host:
-        try:
-            socket.create_server(("", port)).close()
-        except OSError as error:
-            raise DistributedError(
-                f"node 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): give another one in {option}, "
-                "on every node"
-            ) from None
+        _set_addresses(args, host, route)
     # A name of this host that leads to loopback, as in Debian's /etc/hosts, does not tell how other hosts reach it.
     only_this_machine = host == "localhost" or host == route.host_address
     return interface_of(route.own_address) if only_this_machine or not route.is_loopback else None
+
+
+def _set_addresses(args: argparse.Namespace, host: str, route: Route) -> None:
+    """Give torch's c10d rendezvous the address of this node, and say whether this node hosts the store."""
+    # torch would give the other nodes this host's name.
+    args.local_addr = args.local_addr or (host if route.is_loopback else route.own_address)
+    settings = dict(item.split("=", 1) for item in args.rdzv_conf.split(",") if "=" in item)
+    if not route.is_local:
+        settings.setdefault("is_host", "False")
+    elif not _is_host_for_torch(host):
+        settings.setdefault("is_host", "True")
+    # A launcher counts as dead after three of these intervals. torch's default interval is 5 s.
+    settings.setdefault("keep_alive_interval", "3")
+    args.rdzv_conf = ",".join(f"{key}={value}" for key, value in settings.items())
 
 
 def _is_host_for_torch(host: str) -> bool:
@@ -229,22 +200,3 @@ def _is_host_for_torch(host: str) -> bool:
         return is_this_host(host)
     except OSError:
         return False
-
-
-def _await_node_0(host: str, port: int, is_host: bool | None, timeout_s: float, option: str) -> Route:
-    """Wait until node 0, for example a container that starts later, has an address and a process listens there."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            route = find_route(host, port)
-            if is_host or (is_host is None and route.is_local) or listens(host, port):
-                return route
-            cause = f"nobody listens there, tried {route}"
-        except OSError as error:
-            cause = error.strerror or str(error)
-        if time.monotonic() > deadline:
-            raise DistributedError(
-                f"node 0 could not be reached at {host}:{port} within {timeout_s:g} s ({cause}): start its launcher, "
-                f"correct {option}, or open the port in its firewall"
-            )
-        time.sleep(_POLL_S)

@@ -49,10 +49,9 @@ _ABORTED = (
 
 
 def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", stopped: bool = False) -> Failure | None:
-    """Describe how a worker ended; return None if the launcher ended it, or it is still alive.
+    """Describe how a worker ended; return None if the launcher ended it (``stopped``), or it is still alive.
 
-    The worker may have recorded an exception in the error file, and ``log`` contains its standard error. ``stopped``
-    says that the launcher had begun to end the workers.
+    ``log`` contains the standard error of the worker.
     """
     path = Path(log) if log else None
     if error := recorded(error_file):

@@ -2,11 +2,9 @@
 
 __all__ = ["LOG_DIR", "LaunchConfig"]
 
-import functools
 import math
 from dataclasses import dataclass, fields
 from os import PathLike
-from typing import TYPE_CHECKING, Any
 
 from panther._settings import Settings
 from panther.errors import ConfigError
@@ -37,8 +35,7 @@ class LaunchConfig(Settings):
         log_dir: Folder in which each run gets a folder for the output of its ranks.
         shutdown_timeout_s: Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed;
             whole seconds.
-        grace_period_s: Time that processes have to save and end once the launcher itself was killed, before they are
-            killed as well. The grace period of a TrainConfig should not be longer.
+        grace_period_s: Time that processes have to save and end after a second signal, before they are killed.
         module: Whether the script is the name of a module, as after ``python -m``.
         monitor_interval: Another name of monitor_interval_s.
         start_timeout: Another name of rdzv_timeout_s.
@@ -66,18 +63,20 @@ class LaunchConfig(Settings):
     shutdown_timeout_s: float = 30
     grace_period_s: float = 15.0
     module: bool = False
-    if TYPE_CHECKING:  # __init__ takes these names too
-        monitor_interval: float = 0.1
-        start_timeout: float = 600
-    else:
-        monitor_interval = property(lambda self: self.monitor_interval_s)
-        start_timeout = property(lambda self: self.rdzv_timeout_s)
-
-    _other_names = {"monitor_interval": "monitor_interval_s", "start_timeout": "rdzv_timeout_s"}  # noqa: RUF012
+    monitor_interval: float | None = None
+    start_timeout: float | None = None
 
     def __post_init__(self) -> None:
         """Convert and check every value."""
         super().__post_init__()
+        for other, name in (("monitor_interval", "monitor_interval_s"), ("start_timeout", "rdzv_timeout_s")):
+            if (value := getattr(self, other)) is None:
+                continue
+            if getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"{other} and {name} are the same setting: give one")
+            object.__setattr__(self, name, value)
+            # dataclasses.replace would pass the old value beside a new value of the setting.
+            object.__setattr__(self, other, None)
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if isinstance(value, int | float) and not minimum <= value < math.inf:
@@ -101,20 +100,3 @@ class LaunchConfig(Settings):
                 value = int(value) if field.name == "shutdown_timeout_s" else value
                 arguments.append(f"--{field.name.removesuffix('_s').replace('_', '-')}={value}")
         return arguments
-
-
-_init = LaunchConfig.__init__
-
-
-@functools.wraps(_init)
-def _init_by_either_name(self: LaunchConfig, **settings: Any) -> None:
-    for other, name in LaunchConfig._other_names.items():
-        if other in settings:
-            if name in settings:
-                raise ConfigError(f"{other} and {name} are the same setting: give one")
-            settings[name] = settings.pop(other)
-    _init(self, **settings)
-
-
-# The other names are not fields, because dataclasses.replace would pass a field's old value beside the new value.
-LaunchConfig.__init__ = _init_by_either_name  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from panther._torch import usable_cores
+from panther._torch import end_with_parent, usable_cores
 from panther.distributed.comm.diagnostics import explain_transport_error
 from panther.distributed.comm.ending import DEFAULT_GRACE_PERIOD_S, record_failure
 from panther.distributed.comm.process_group import check_timeout, shutdown, start_group
@@ -48,8 +48,7 @@ def launch(
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in :mod:`multiprocessing`. Forked processes
             start at once, use one thread each, and cannot use a GPU that this process has used.
         timeout_s: Seconds that the processes wait for each other, at the start and in each collective operation.
-        grace_period_s: Seconds that the processes have to save and end after SIGTERM or Ctrl-C, or once this process
-            was killed. Then they are killed.
+        grace_period_s: Seconds that the processes have to save and end after SIGTERM or Ctrl-C. Then they are killed.
 
     Returns:
         The values that ``fn`` returned, by rank. They are sent as pickles.
@@ -85,8 +84,8 @@ def _result_of(rank: int, folder: Path) -> Path:
 
 def _work(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path, timeout_s: float) -> None:
     """Run the function of :func:`launch`, in one of its workers."""
-    # A worker also gets SIGINT when its parent dies, and SIGINT must end even a worker that waits in a collective. The
-    # parent may have handlers of all these signals, which a forked worker inherits.
+    end_with_parent(signal.SIGKILL)  # also if the worker hangs or is stopped
+    # The parent may have handlers of these signals, which a forked worker inherits.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         if (
             hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN
@@ -114,7 +113,7 @@ def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path,
     fn, args = call if isinstance(call, tuple) else pickle.loads(call)
     # This attempt has a new file, which contains no entries of earlier attempts and needs no free port.
     file = folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    start_group(rank, world_size, timeout_s=timeout_s, store=dist.FileStore(str(file), world_size))
+    start_group(rank, world_size, timeout_s=timeout_s, place=dist.FileStore(str(file), world_size))
     try:
         result = fn(*args)
     except SystemExit as error:

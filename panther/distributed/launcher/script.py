@@ -6,7 +6,6 @@ torch's own launcher starts the processes, with torchrun's options.
 __all__ = ["DistributedLauncher", "launch_distributed_training", "run_script"]
 
 import logging
-import signal
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -104,18 +103,15 @@ def _checked(config: Any) -> LaunchConfig:
 
 
 def run_script(argv: list[str], name: str | None = None) -> Path:
-    """Run a script by the arguments of ``panther launch``, and return the folder of the logs.
-
-    torch's SignalException is raised if a signal ended the launcher and its processes.
-    """
+    """Run a script by the arguments of ``panther launch``, and return the folder of the logs."""
     # torch's launcher is as slow to import as torch.
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-    from panther.distributed.launcher._agent import contained, run_scripts
+    from panther.distributed.launcher._agent import contained, latest_failures, run_scripts
     from panther.distributed.launcher._arguments import prepare
-    from panther.distributed.launcher._failures import RankLogs
+    from panther.distributed.launcher._failures import RankLogs, explain
 
     with contained():
         config, command, arguments, grace_period_s = prepare(argv, name)
@@ -124,8 +120,9 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
         try:
             run_scripts(config, command, arguments, grace_period_s)
             return Path(logs.root_log_dir)
-        except ChildFailedError as error:
-            text = _explain(error, logs)
+        except ChildFailedError:
+            run = (logs.world_size, logs.attempts, logs.folder) if isinstance(logs, RankLogs) else (None, 1)
+            text = explain(latest_failures(), *run)
         except (RendezvousError, dist.DistError, OSError) as error:
             reason = str(error.__cause__ or error)
             if isinstance(error, RendezvousTimeoutError):  # its text is empty
@@ -139,17 +136,3 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
             if isinstance(logs, RankLogs):
                 logs.stop()
     raise DistributedError(text)  # here, so that no traceback keeps torch's objects
-
-
-def _explain(error: Any, logs: Any) -> str:
-    from panther.distributed.launcher._failures import RankLogs, describe, explain
-
-    if isinstance(logs, RankLogs):
-        return explain(logs.failures, logs.world_size, logs.attempts, logs.folder)
-    failures, first_end = [], min(failure.timestamp for failure in error.failures.values())
-    for place, (rank, failure) in enumerate(error.failures.items()):
-        # torch lists the processes that failed by themselves first. Then it ends all other processes by SIGTERM, and
-        # much later by SIGKILL.
-        stopped = place > 0 and (failure.exitcode == -signal.SIGTERM or failure.timestamp > first_end + 2)
-        failures.append(describe(rank, failure.exitcode, failure.error_file, stopped=stopped))
-    return explain([failure for failure in failures if failure is not None], None, 1)

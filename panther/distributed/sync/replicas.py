@@ -29,9 +29,8 @@ def broadcast_model(
 ) -> None:
     """Give every rank the sketches, parameters and buffers of the group's first rank, if all have the same model.
 
-    ``settings`` checks the arguments of the public function ``call_name``, and returns the arguments that must be equal
-    on every rank. If it raises on one rank, or if models, arguments or versions differ, all ranks raise before anything
-    is changed. Tensors on the meta device are not sent.
+    ``settings`` checks the arguments of the public function ``call_name``, and returns those that must be equal on
+    every rank. Otherwise all ranks raise before anything is changed. Tensors on the meta device are not sent.
     """
     check_same_model(model, group, call_name, settings)
     send_model(model, group, call_name)
@@ -48,10 +47,7 @@ def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 def check_same_model(
     model: nn.Module, group: dist.ProcessGroup | None, call_name: str, settings: Callable[[], Mapping[str, Any]] = dict
 ) -> None:
-    """Compare models, settings and versions between ranks, in one exchange; see :func:`broadcast_model`.
-
-    A broadcast between different models would hang, or mix their tensors.
-    """
+    """Compare models, settings and versions between ranks: a broadcast between different models would hang."""
 
     def describe() -> dict[str, str]:
         described_settings = describe_settings(settings())
@@ -131,8 +127,7 @@ _PICKLING = 4  # frames from the warning to the caller of torch.save
 def warn_of_pickled_shards() -> None:
     """Warn when this process first pickles a DTensor of several ranks. Sharding a model calls this function.
 
-    A pickled DTensor, for example by ``torch.save(model.state_dict())`` on one rank, is always a mistake: the file has
-    the shards of one rank. Checkpoints of torch and of Panther write shards as plain tensors and pickle no DTensor.
+    ``torch.save(model.state_dict())`` on one rank writes that rank's shards. Checkpoints pickle no DTensor.
     """
     copyreg.pickle(DTensor, _reduce)
 

@@ -85,10 +85,7 @@ def _state_and_hook(model: nn.Module, name: str, settings: dict[str, Any], group
 
 
 def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:
-    """Return the state of a model's hook on this rank, for checkpoints; None if the hook has no state.
-
-    Without it, a resumed run would lose the entries that were not sent yet, up to a few gradients.
-    """
+    """Return the state of a model's hook on this rank, for checkpoints; None if the hook has no state."""
     if isinstance(model, list) or model not in _states:
         return None
     return {type(_states[model]).__name__: _states[model].state_dict(_inner(model))}

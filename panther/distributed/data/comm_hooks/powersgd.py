@@ -21,12 +21,8 @@ _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compres
 class PowerSGD:
     """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state.
 
-    Between the replicas of hybrid sharding, the matrices are the shards of this rank: some rows of a matrix each.
-
-    Args:
-        group: The ranks that share gradients.
-        rank: Rank of the matrices that are sent.
-        start_step: Number of steps whose gradients are sent uncompressed.
+    The first ``start_step`` steps are sent uncompressed. Between the replicas of hybrid sharding, the matrices are
+    shards.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, start_step: int) -> None:

@@ -15,23 +15,12 @@ _SEED = 0  # a constant, so that ranks cannot disagree
 
 
 class Sketch:
-    """Send sums of c entries of the gradient with random signs, c = 1 / fraction, and decode without a bias.
+    """Send sums of c entries of the gradient with random signs, c = 1 / ``fraction``, and decode without a bias.
 
     A bucket is a matrix X with c rows. With random signs s, a rank sends the row s^T X, and decodes it to s s^T X,
-    whose mean over the signs is X. All ranks use the same signs, which are functions of the step. So one all-reduce of
-    the rows gives the sketch of the mean gradient, and the result does not depend on how the samples are divided among
-    the ranks, except for rounding. Nothing of the gradient is kept between steps.
-
-    The error has c - 1 times the squared norm of the gradient, for every gradient: like the noise of a batch that is
-    smaller, it is averaged over steps. The decoder s s^T X / c, an orthogonal projection, leaves 1 - 1/c of the squared
-    norm, a contraction with which error feedback converges (S. P. Karimireddy, Q. Rebjock, S. Stich and M. Jaggi, 2019,
-    arXiv:1901.09847), but a gradient then arrives c steps late on average, in bursts. It learned less with AdamW and
-    with SGD (docs/benchmarks/slow-link). PowerSGD at rank r leaves at most 1 - r / min(m, n) of the squared norm of an
-    (m, n) matrix with the best factors, and much less if the singular values of the gradient decay.
-
-    Args:
-        group: The ranks that share gradients.
-        fraction: Numbers that are sent for each entry, rounded up.
+    whose mean over the signs is X. All ranks use the same signs, which are functions of the step. The error has c - 1
+    times the squared norm of the gradient. The decoder s s^T X / c with error feedback (S. P. Karimireddy and others,
+    2019, arXiv:1901.09847) learned less with AdamW and with SGD (docs/benchmarks/slow-link).
 
     Cost: for a bucket of n entries, one all-reduce of ``ceil(fraction * n)`` numbers and three passes over the bucket.
     """
