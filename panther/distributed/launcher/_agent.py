@@ -136,12 +136,12 @@ class _Agent(LocalElasticAgent):
         codes = worker_exit_codes(self)
         if STACKS_SIGNAL is None or worker_processes(self) or not any(codes.values()):
             return  # workers that run a function have no logs
-        running = [pid for local, pid in self._pids.items() if codes.get(local) is None]
-        shown = [pid for pid in running if catches(pid, STACKS_SIGNAL, otherwise=False)]
-        for pid in shown:
+        running_pids = [pid for local, pid in self._pids.items() if codes.get(local) is None]
+        answering_pids = [pid for pid in running_pids if catches(pid, STACKS_SIGNAL, otherwise=False)]
+        for pid in answering_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, STACKS_SIGNAL)
-        if shown:
+        if answering_pids:
             time.sleep(_STACKS_S)  # SIGTERM would end a process before it has shown them
 
     def _note_ended(self) -> None:
