@@ -41,12 +41,10 @@ def describe_value(
 ) -> str:
     """Return a text that is equal in every process for equal plain values, functions and objects.
 
-    Args:
-        value: The setting. An object is described by its type and public attributes; a function by its name, code,
-            defaults and enclosed variables; a tensor by a digest.
-        depth: Number of levels of objects in objects. Deeper objects are described by their type.
-        is_whole: Whether everything counts as in :func:`describe_function`, also what may differ between ranks.
-        described: Objects that are described already, by their id, with the depth.
+    An object is described by its type and public attributes, down to ``depth`` levels, a function by its name, code,
+    defaults and enclosed variables, a tensor by a digest. With ``is_whole`` everything counts as in
+    :func:`describe_function`, also what may differ between ranks; ``described`` then has the objects so far, by their
+    id.
     """
     if isinstance(value, enum.Enum):
         return str(value)

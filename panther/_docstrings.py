@@ -20,31 +20,6 @@ def inherit_arguments(*sources: Any) -> Callable[[_Member], _Member]:
 
     An argument that the signature has and the docstring does not describe is described as in the first of the sources
     that describes it. Errors that the docstring does not name are added too, if a source describes them.
-
-    Args:
-        *sources: Functions or classes with docstrings in Google's style.
-
-    Example:
-        >>> def rows(m, seed):
-        ...     '''Draw rows.
-        ...
-        ...     Args:
-        ...         m: Number of rows.
-        ...         seed: Seed of the rows.
-        ...     '''
-        >>> @inherit_arguments(rows)
-        ... def columns(n, seed):
-        ...     '''Draw columns.
-        ...
-        ...     Args:
-        ...         n: Number of columns.
-        ...     '''
-        >>> print(columns.__doc__)
-        Draw columns.
-        <BLANKLINE>
-        Args:
-            n: Number of columns.
-            seed: Seed of the rows.
     """
 
     def decorate(member: _Member) -> _Member:

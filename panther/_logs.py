@@ -47,12 +47,7 @@ def logged_items(
 ) -> Iterator[_Item]:
     """Yield items, and log at level INFO how many there are and, every ten seconds, how many are left and for how long.
 
-    Args:
-        items: The work of a phase; each item takes about as long as the others.
-        description: The phase.
-        logger: Where to log.
-        announce: Whether to log the number of items before the first one.
-        every_s: Least number of seconds between two messages.
+    ``description`` names the phase, whose items take equally long; ``announce`` logs their number before the first one.
     """
     if announce:
         logger.info("%s: %d to do", description, len(items))

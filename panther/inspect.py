@@ -205,12 +205,9 @@ def tree_of_tensors(
     forms: Mapping[str, Mapping[str, Any]],
     depth: int | None = None,
 ) -> ModuleTree:
-    """Return the tree of a file from the names of its tensors.
+    """Return the tree of a file from its tensors by name: shape, bytes, and whether they are floating.
 
-    Args:
-        tensors: For each name the shape, the bytes, and whether it is floating.
-        forms: The file's record of each compressed module: its class and arguments.
-        depth: As for :func:`tree`.
+    ``forms`` has the file's record of each compressed module: its class and arguments.
     """
     check_depth(depth)
     # The record has the name of the attention module, but only its child has new tensors.

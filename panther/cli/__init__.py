@@ -51,22 +51,9 @@ exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ``panther`` command and return its exit status.
+    """Run the ``panther`` command, on the command line's arguments if ``argv`` is None, and return its exit status.
 
-    Args:
-        argv: Arguments without the program's name; None takes them from the command line.
-
-    Returns:
-        0 on success, 1 if the work failed, 2 on bad input, 130 when interrupted. Errors are explained on standard
-        error.
-
-    Raises:
-        SystemExit: With status 2 if argparse refuses the arguments, and 0 after ``--help`` and ``--version``.
-
-    Example:
-        >>> main(["doctor"])  # doctest: +ELLIPSIS
-        panther ...
-        0
+    Errors are explained on standard error. argparse raises SystemExit for arguments that it refuses.
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:

@@ -66,12 +66,9 @@ def _finite(text: str) -> float:
 
 
 def check_folder(path: str, flag: str = "--out") -> Path:
-    """Check that the folder of an option, or its nearest existing parent, can be written to, and return the folder.
+    """Return the folder of an option, or raise PantherError if it, or its nearest parent, cannot be written to.
 
     The folder is created with its first file, so that a run that fails leaves no empty folder.
-
-    Raises:
-        PantherError: If files cannot be created there.
     """
     if not path:
         raise PantherError(f"{flag} is empty: name a folder")

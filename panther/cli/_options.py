@@ -50,17 +50,9 @@ def add_settings(
 ) -> None:
     """Add an option to a parser or group for each setting for which a text can stand.
 
-    An option that is not given leaves no attribute, so that the default of the class or function holds. The class or
-    function also checks the values.
-
-    Args:
-        parser: The parser or group.
-        place: ``module:name`` of a dataclass or function, the module relative to ``panther``.
-        *names: The settings; all if there are none.
-        described_in: Places of functions whose docstrings describe the settings.
-        without: Settings that get no option.
-        flags: Options of settings that have different names.
-        **defaults: Defaults that the command has in place of the class's.
+    ``place`` is ``module:name`` of a dataclass or function, the module relative to ``panther``; ``described_in`` are
+    places of functions whose docstrings describe the settings. An option that is not given leaves no attribute, so that
+    the default of the class holds, unless ``defaults`` has one. The class or function also checks the values.
     """
     for name, setting in _settings_of(place, described_in).items():
         if name in without or (names and name not in names) or (options := _options_of(name, setting)) is None:

@@ -77,13 +77,8 @@ def sample_inputs(
 ) -> dict[str, Tensor]:
     """Return inputs by name: tokens, or an image of the sizes in the config.
 
-    Args:
-        model: A model of transformers.
-        batch: Number of samples.
-        length: Number of tokens of a sample.
-        fix: The end of the error if the inputs of the model are not known.
-        names: What the tokenizer makes, in its order; inputs that the forward does not take are left out. None is
-            tokens and their mask.
+    ``names`` is what the tokenizer makes, in its order, of which inputs that the forward does not take are left out;
+    None is tokens and their mask. ``fix`` ends the error if the inputs of the model are not known.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or main not in ("input_ids", "pixel_values"):
@@ -133,18 +128,8 @@ def load_tokenizer(folder: Path) -> Any:
 def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_size: int) -> list[dict[str, Tensor]]:
     """Make batches of a text: a line a sample, padded; for causal models windows of the running text, without padding.
 
-    Batches are smaller where there would be fewer than five of them, because a fifth is held out.
-
-    Args:
-        folder: Where the model's tokenizer is.
-        text: A file in UTF-8.
-        model: The model that will read the batches. A batch contains only arguments of its forward.
-        max_length: Largest number of tokens of a sample; the model or its tokenizer can lower it.
-        batch_size: Largest number of samples of a batch.
-
-    Raises:
-        PantherError: If the folder has no tokenizer, if the text cannot be read, is empty or too short, or if the model
-            has a decoder, which needs inputs as well.
+    Batches are smaller where there would be fewer than five of them, because a fifth is held out. The model or its
+    tokenizer can lower ``max_length``, the number of tokens of a sample. A text that does not do raises PantherError.
     """
     if model.config.is_encoder_decoder:
         raise PantherError(

@@ -28,11 +28,7 @@ def names_function(text: str) -> bool:
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """Import the function that ``module:function`` names.
-
-    Raises:
-        PantherError: If the module or the function does not exist, or the module cannot be imported.
-    """
+    """Import the function that ``module:function`` names, or raise PantherError."""
     name, _, attribute = spec.partition(":")
     try:
         module = importlib.import_module(name)
@@ -55,11 +51,7 @@ def find(spec: str) -> Callable[..., Any]:
 
 
 def call(spec: str) -> Any:
-    """Call ``module:function``.
-
-    Raises:
-        PantherError: If the function does not exist or fails.
-    """
+    """Call ``module:function``; PantherError says that it does not exist or fails."""
     function = find(spec)
     with explained(f"{spec} failed"):
         return function()
@@ -70,8 +62,7 @@ def model_and_batches(
 ) -> "tuple[nn.Module, Any, bool]":
     """Return the model and the batches, or None, that ``module:function`` returns, and whether it returns a pair.
 
-    Raises:
-        PantherError: If the function does not exist, fails, or returns something else, which is not ``expected``.
+    PantherError says that it fails, or returns something that is not ``expected``.
     """
     from torch import nn
 

@@ -84,10 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace, directory: str | None) -> int | None:
-    """Start this command on several processes, or with restarts; their logs go beside the checkpoints.
+    """Start this command on several processes, or with restarts, and return its exit status.
 
-    Returns:
-        The exit status. None if neither is asked for.
+    None says that neither is asked for. The logs go beside the checkpoints.
     """
     from panther.cli.launch import start
     from panther.distributed import LaunchConfig

@@ -31,18 +31,11 @@ def committed_path(folder: Path, name: str, commit: str) -> Path:
 
 
 def commit_files(folder: Path, drafts: Mapping[str, Draft], manifest: Draft, commit: str, names: Iterable[str]) -> None:
-    """Replace the files of a folder all at once.
+    """Replace the files of a folder all at once: ``drafts`` by name, and the manifest.
 
-    Args:
-        folder: The folder.
-        drafts: The new files by name, without the manifest.
-        manifest: The draft of the manifest.
-        commit: Eight hexadecimal digits that follow from the contents of the manifest.
-        names: Every name that a file of such a folder can have, for removing the files of unfinished commits.
-
-    Raises:
-        OSError: If a file cannot be written. The old files stay.
-        TimeoutError: If another process holds the folder for a minute.
+    ``commit`` is eight hexadecimal digits that follow from the contents of the manifest. ``names`` are all names that a
+    file of such a folder can have, for removing the files of unfinished commits. After an OSError the old files stay;
+    TimeoutError says that another process holds the folder for a minute.
     """
     for draft in (*drafts.values(), manifest):
         draft.finish()
@@ -61,14 +54,7 @@ def commit_files(folder: Path, drafts: Mapping[str, Draft], manifest: Draft, com
 def finish_commit(folder: Path, names: Iterable[str], read_commit: Callable[[], str]) -> None:
     """Give the files of a commit their own names, if the process that wrote it was killed before it could.
 
-    Args:
-        folder: The folder.
-        names: Every name that a file of such a folder can have.
-        read_commit: Returns the identifier of the manifest, which another process may replace meanwhile.
-
-    Raises:
-        OSError: If the folder cannot be written to.
-        TimeoutError: If another process holds the folder for a minute.
+    ``read_commit`` returns the identifier of the manifest, which another process may replace meanwhile.
     """
     names = list(names)
     if not _pending(folder, names, read_commit()):

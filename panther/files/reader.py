@@ -40,17 +40,9 @@ def describe_kind(mode: int) -> str | None:
 
 
 def open_file(path: str | os.PathLike[str], buffer_bytes: int = -1) -> BufferedReader:
-    """Open a regular file for reading.
+    """Open a regular file for reading; raise UnsafeFileError for a FIFO, a device, a socket or a folder.
 
     Links are followed, because the files in the cache of the Hugging Face hub are links to regular files.
-
-    Args:
-        path: The file.
-        buffer_bytes: Number of bytes that are read at once; -1 leaves it to Python.
-
-    Raises:
-        UnsafeFileError: If it is a FIFO, a device, a socket or a folder.
-        OSError: If it is missing or cannot be opened.
     """
     _check_regular(path, os.stat(path).st_mode)  # opening a device can have effects, so its kind is read first
     descriptor = os.open(path, _READ_FLAGS)
@@ -120,13 +112,7 @@ def file_checksum(path: str | os.PathLike[str]) -> int:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a regular file in UTF-8.
-
-    Raises:
-        UnsafeFileError: If it is not a regular file.
-        OSError: If it cannot be read.
-        ValueError: If it is not UTF-8, or has more than 256 MiB.
-    """
+    """Return the text of a regular file in UTF-8; raise ValueError if it is not UTF-8, or has more than 256 MiB."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _LONGEST_TEXT:  # a sparse file can have any size
             raise ValueError(f"it has {size:,} bytes, and a text has at most {_LONGEST_TEXT:,}")
@@ -134,22 +120,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the value in a JSON file.
-
-    Raises:
-        UnsafeFileError: If it is not a regular file.
-        OSError: If it cannot be read.
-        ValueError: If it is not JSON, names a key twice or is nested too deeply.
-    """
+    """Return the value in a JSON file, or raise the errors of :func:`read_text` and :func:`parse_json`."""
     return parse_json(read_text(Path(path)))
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: If it is not JSON, names a key of an object twice or is nested too deeply to be read.
-    """
+    """Return the value of a JSON text; raise ValueError for a key that is there twice, and too deep nesting too."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:

@@ -36,9 +36,7 @@ def write_signed(path: Path, value: Any) -> None:
 def read_signed(path: Path) -> Any:
     """Return the value in a file of :func:`write_signed`.
 
-    Raises:
-        FormatError: If the file is damaged, or this user has not written it in this place.
-        FileNotFoundError: If it is missing.
+    FormatError says that the file is damaged, or that this user has not written it in this place.
     """
     try:
         signature, _, text = read_text(path).partition("\n")

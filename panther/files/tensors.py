@@ -68,13 +68,10 @@ class OpenTensor:
     file: BufferedReader
 
     def read(self) -> Tensor:
-        """Return the tensor, in memory of its own on the CPU.
+        """Return the tensor, in memory of its own on the CPU, or raise FormatError.
 
         It takes its bytes once, and its address is aligned: at unaligned addresses, products can differ in the last
         bit.
-
-        Raises:
-            FormatError: If the file cannot be read, ends before, or has more numbers than the memory holds.
         """
         tensor = new_tensor(self.stored.path, self.stored.shape, self.stored.dtype)
         try:
@@ -86,11 +83,7 @@ class OpenTensor:
         return tensor
 
     def checksum(self, start: int = 0) -> int:
-        """Return the CRC-32 of the contents, continued from ``start``, with a few megabytes in memory at a time.
-
-        Raises:
-            FormatError: If the file cannot be read, or ends before.
-        """
+        """Return the CRC-32 of the contents, continued from ``start``, with a few megabytes in memory at a time."""
         num_bytes = 0
         try:
             for block in _blocks(self.file, self.stored):
@@ -108,14 +101,8 @@ class OpenTensor:
 def write_file(path: Path, tensors: Mapping[str, Tensor], value_of: Callable[[str], Tensor]) -> None:
     """Write a file, and replace an old one when it is on the disk.
 
-    Args:
-        path: The file.
-        tensors: Tensors by name, whose dtypes and shapes are written first. They need no values.
-        value_of: Returns the tensor of a name, which is not held after it is written.
-
-    Raises:
-        FormatError: If the format has no name for a dtype.
-        OSError: If the file cannot be written.
+    The dtypes and shapes of ``tensors``, which need no values, are written first. ``value_of`` returns the tensor of a
+    name, which is not held after it is written. FormatError says that the format has no name for a dtype.
     """
     with new_file(path) as file:
         write_tensors(file, tensors, value_of)
@@ -146,11 +133,7 @@ def write_tensors(
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name, without reading them.
-
-    Raises:
-        FormatError: If it is missing, is not a valid file of safetensors, or holds a dtype that torch does not have.
-    """
+    """Return the tensors of a file by name, without reading them; raise FormatError if it is missing or not valid."""
     with _opened(path) as file:
         return _described_tensors(file, path)
 
@@ -169,11 +152,8 @@ def stored_metadata(path: Path) -> dict[str, str] | None:
 def open_tensors(path: Path) -> Iterator[dict[str, OpenTensor]]:
     """Open a file, and yield its tensors, which are not read yet, in the order in which the file holds them.
 
-    They are read from this file although another file takes its name within the block.
-
-    Raises:
-        FormatError: If it is missing, is not a valid file of safetensors, ends before its tensors, or holds a dtype
-            that torch does not have.
+    They are read from this file although another file takes its name within the block. FormatError says that it is
+    missing or not valid.
     """
     with _opened(path) as file:
         stored = sorted(_described_tensors(file, path).items(), key=lambda item: item[1].start)
@@ -265,14 +245,7 @@ def new_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
     """Return a slice of a stored tensor; only its bytes are read, except between runs of less than 64 kB.
 
-    Args:
-        stored: The tensor.
-        offsets: First index of the slice in each dimension.
-        sizes: Shape of the slice.
-        out: Where to read it; by itself if that is contiguous memory of the CPU in the stored dtype.
-
-    Raises:
-        FormatError: If the file ends before, or the slice has more numbers than the memory holds.
+    ``out`` is where to read it: by itself if that is contiguous memory of the CPU in the stored dtype.
     """
     plain = out is not None and out.is_cpu and out.dtype is stored.dtype and out.is_contiguous()
     read: Any = out if plain else new_tensor(stored.path, tuple(sizes), stored.dtype)
@@ -326,13 +299,6 @@ def mapped_copy(tensor: Tensor, folder: Path) -> Tensor:
     The file has no name and no descriptor when this function returns, and its space is free when the copy is freed.
     Writing to the copy copies the pages that are written. A process that is killed leaves at most one file behind,
     whose name begins with ``MAPPED``.
-
-    Args:
-        tensor: A tensor of at least one element.
-        folder: The folder for the file.
-
-    Raises:
-        OSError: If the file cannot be written.
     """
     descriptor, name = tempfile.mkstemp(prefix=MAPPED, dir=folder)
     try:

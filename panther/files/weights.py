@@ -31,9 +31,7 @@ def has_usual_weights(folder: Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers or diffusers would read in a folder, and no others.
 
-    Raises:
-        FormatError: If an index or the numbers of shards name a file that is missing, or a file is a pointer of Git
-            LFS.
+    FormatError says that an index or the numbers of shards name a missing file, or that a file is a pointer of Git LFS.
     """
     index = folder / _INDEX
     if not has_usual_weights(folder):

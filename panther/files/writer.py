@@ -40,17 +40,10 @@ _LONGEST_PREFIX = 180  # characters of a name that a temporary name repeats; fil
 
 
 class Draft:
-    """A new file beside the one that it will replace.
+    """A new file beside the one that it will replace, which may be missing and must be a regular file.
 
     The draft holds a lock as long as it is open, so that other processes can tell an abandoned draft from a draft that
     is being written.
-
-    Args:
-        target: The file that the draft will replace; it may be missing.
-
-    Raises:
-        UnsafeFileError: If the target is a link, a FIFO, a device or a folder.
-        OSError: If the folder is missing or cannot be written to.
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
@@ -92,23 +85,7 @@ class Draft:
 
 @contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a draft for writing in binary. It replaces the file when the block ends without an error.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UnsafeFileError: If the path is a link, a FIFO, a device or a folder.
-        OSError: If the file cannot be written. An old file stays.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with new_file(Path(folder, "numbers")) as file:
-        ...         _ = file.write(b"1 2 3")
-        ...     [path.name for path in Path(folder).iterdir()]
-        ['numbers']
-    """
+    """Open a draft for writing in binary. It replaces the file when the block ends without an error."""
     draft = Draft(path)
     try:
         yield draft.file
@@ -121,23 +98,13 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Copy the contents of a regular file to another file, which is replaced at once if it exists.
-
-    Raises:
-        UnsafeFileError: If the source is not a regular file, or the target is a link, a FIFO, a device or a folder.
-        OSError: If a file cannot be read or written. An old target stays.
-    """
+    """Copy the contents of a regular file to another file, which is replaced at once if it exists."""
     with open_file(source) as contents, new_file(target) as copy:
         shutil.copyfileobj(contents, copy)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in UTF-8; an existing file is replaced at once.
-
-    Raises:
-        UnsafeFileError: If the path is a link, a FIFO, a device or a folder.
-        OSError: If the file cannot be written. An old file stays.
-    """
+    """Write a file in UTF-8; an existing file is replaced at once."""
     with new_file(path) as file:
         file.write(text.encode())
 

@@ -44,11 +44,7 @@ def checked_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def compare_and_log(model: nn.Module) -> dict[str, Any]:
-    """Check that all processes have the same sketches, and return and log the sizes of compressed layers.
-
-    Raises:
-        SketchMismatchError: On every process, if sketches differ.
-    """
+    """Check that all processes have the same sketches, and return and log the sizes of compressed layers."""
     if _several():
         pr.distributed.verify_sketches(model)
     return _logged(_sizes(model))

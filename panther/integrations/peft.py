@@ -164,9 +164,6 @@ def merged_layer(
 
     A layer of factors and a pair of nn.Linear get a larger rank; an SKLinear becomes a LowRankLinear. If an nn.Linear
     is not larger than the result, an nn.Linear is returned.
-
-    Raises:
-        ConfigError: If the layer is quantized, or there is no bias to add to.
     """
     if is_quantized(layer):
         raise ConfigError(

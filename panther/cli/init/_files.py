@@ -20,11 +20,7 @@ _EXIT_S = 30  # after the grace time, the processes end and the job is queued ag
 
 
 def write_files(kind: str, job: JobConfig) -> dict[str, str]:
-    """Return the text of each file of a kind: slurm, torchrun, kubernetes or ray.
-
-    Raises:
-        PantherError: If the values of the job do not allow it.
-    """
+    """Return the text of each file of a kind: slurm, torchrun, kubernetes or ray."""
     if kind in ("kubernetes", "ray") and job.image is None:
         raise PantherError(f"{kind} needs --image: name a container image with Panther in it")
     writers: dict[str, dict[str, Callable[[JobConfig], str]]] = {

@@ -41,11 +41,7 @@ _BACKEND = _form(r"gloo|nccl", "gloo or nccl")
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """A script and the nodes that run it; fields with a help text are options of ``panther init``.
-
-    Raises:
-        PantherError: If the script is empty, is not printable or begins with a dash.
-    """
+    """A script and the nodes that run it; fields with a help text are options of ``panther init``."""
 
     script: str
     """Path of the script where it runs, or the name of a module."""
@@ -97,10 +93,7 @@ class JobConfig:
     def options(self, host: str, node_rank: str | None = None, rdzv_id: str = "") -> list[str]:
         """Return the options of ``panther launch``. Only ``host`` and ``rdzv_id`` may need quotes, and contain them.
 
-        Args:
-            host: Name of the first node, for several nodes.
-            node_rank: Number of the node; None leaves the option out.
-            rdzv_id: Name of the run; the name of the job if empty.
+        ``host`` is the first of several nodes, and ``rdzv_id`` the name of the run if it is not that of the job.
         """
         has_several_nodes = self.nodes > 1
         options = {

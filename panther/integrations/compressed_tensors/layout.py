@@ -55,13 +55,9 @@ def quantization_config(
     """Return the entry ``quantization_config`` of config.json.
 
     The widest scheme comes first: a program that decodes all layers by the first scheme then gets too few columns of
-    the narrower layers, and stops. Layers are matched with and without the prefix of the model's body, because
-    transformers also loads a model without its head, and a body into a class with a head.
-
-    Args:
-        layers: The scheme of each quantized layer.
-        dense_layers: Names of the remaining nn.Linear. vLLM requires each layer to have a scheme or to be listed.
-        base_prefix: Name of the body in classes with a head, such as "model".
+    the narrower layers, and stops. Layers are matched with and without ``base_prefix``, the name of the body in classes
+    with a head, because transformers also loads a model without its head, and a body into a class with a head. vLLM
+    requires each layer to have a scheme or to be in ``dense_layers``.
     """
     names_of: dict[Scheme, list[str]] = {}
     for name, scheme in layers.items():

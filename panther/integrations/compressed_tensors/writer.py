@@ -397,16 +397,8 @@ def write_adapter(folder: Path, layers: Mapping[str, Any], dtype: torch.dtype, *
     """Write the corrections of layers as an adapter, read it back, and return its bytes.
 
     All layers get the largest rank, and the factors of the remaining layers are padded with zeros, because readers of
-    adapters expect one rank. With alpha = r, PEFT multiplies the product by 1.
-
-    Args:
-        folder: The folder of the adapter, new.
-        layers: Layers with a correction, by name.
-        dtype: The dtype of the factors, which is that of the model.
-        task_type: The task by which PEFT chooses its class, such as "CAUSAL_LM".
-
-    Raises:
-        FormatError: If the factors in the file differ from the layers' by more than their rounding to ``dtype``.
+    adapters expect one rank. With alpha = r, PEFT multiplies the product by 1. By ``task_type`` PEFT chooses its class.
+    FormatError says that factors in the file differ from the layers' by more than their rounding to ``dtype``.
     """
     rank = max(layer.low_rank for layer in layers.values())
     tensors = {}

@@ -24,16 +24,9 @@ _LEFT_OUT = (
 def copy_beside(folder: Path, out: Path) -> None:
     """Copy the files that the model needs beside its weights, such as the tokenizer and chat templates.
 
-    Weights, config.json, code and files that only training reads are left out. The folders that sentence-transformers
-    puts beside the model are copied completely, because they contain further modules with weights. The model itself may
-    be in a sub-folder. config.json is written with the weights, so that a folder without weights does not look like a
-    model.
-
-    A link to a file is copied as the file, if it is in the folder or in the cache of the Hugging Face hub to which the
-    folder belongs. Linked folders are not copied. FIFOs, sockets and devices are not read.
-
-    Raises:
-        FormatError: As for :func:`check_beside`.
+    Weights, config.json, code and files that only training reads are left out; config.json is written with the weights,
+    so that a folder without weights does not look like a model. The folders of further modules of sentence-transformers
+    are copied completely. A link to a file is copied as the file; :func:`check_beside` says what is refused.
     """
     for path, target in _files(folder, out):
         target.parent.mkdir(parents=True, exist_ok=True)

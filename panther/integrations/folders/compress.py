@@ -48,20 +48,9 @@ def mapped_from_pretrained(source: str | os.PathLike[str], folder: Path, **kwarg
 
     transformers maps the weights from their files, except for those that it converts: experts that the files hold one
     by one and the model stacked, weights that are transposed, split or fused, and weights of a different dtype. The
-    result of each step of a conversion is moved to a file of ``folder`` before the next step, so that the process holds
-    one result at a time. The values are those of transformers, which does the conversions.
-
-    Memory that a conversion allocates and then writes to, and results that are not contiguous, stay in memory.
-
-    Args:
-        source: The folder of the model.
-        folder: An existing folder for the files, for this process alone. They are removed as soon as they are mapped,
-            and their space is free when the model is.
-        **kwargs: Arguments of :func:`panther.from_pretrained`.
-
-    Raises:
-        CompressionError: If the folder cannot take the weights.
-        FormatError, MissingExtraError: As for :func:`panther.from_pretrained`.
+    result of each step of a conversion is moved to a file of ``folder``, which is for this process alone, before the
+    next step, so that the process holds one result at a time. The files are removed as soon as they are mapped. Memory
+    that a conversion allocates and then writes to, and results that are not contiguous, stay in memory.
     """
     for path in folder.glob(f"{MAPPED}*"):  # of a process that was killed
         path.unlink()

@@ -12,11 +12,7 @@ _CLASS = "SentenceTransformer"
 
 
 def module_folders(folder: Path) -> set[str]:
-    """Return the names of the sub-folders of modules; empty without a modules.json.
-
-    Raises:
-        FormatError: As for :func:`model_folder`.
-    """
+    """Return the names of the sub-folders of modules; empty without a modules.json."""
     return {path[0] for path in _paths(folder) if path}
 
 
@@ -24,9 +20,6 @@ def model_folder(folder: Path) -> Path:
     """Return the folder of the transformers model in a folder of sentence-transformers; of another, the folder itself.
 
     The model is the first module. Its files are in the folder, or in a sub-folder such as ``0_Transformer``.
-
-    Raises:
-        FormatError: If modules.json cannot be read, or names a folder outside of this one.
     """
     paths = _paths(folder)
     if not paths or len(paths[0]) != 1 or (folder / "config.json").is_file():

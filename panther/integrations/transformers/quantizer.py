@@ -436,11 +436,7 @@ def _check_pretrained(model: Any, function: str, fix: str = "") -> None:
 
 
 def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the layers that ``specs`` lists by compressed layers without values, on the meta device.
-
-    Returns:
-        The records by the names in this model.
-    """
+    """Replace the layers that ``specs`` lists by layers without values; return the records by this model's names."""
     specs = _specs_for(model, specs)
     layers, _ = convert_as_saved_(model, specs)
     for name, layer in build_modules(layers, model, device="meta").items():

@@ -49,16 +49,9 @@ def saving(
 ) -> Iterator[None]:
     """Make the configs of a model describe its layers, and give it a quantizer, while it is saved.
 
-    Args:
-        model: A PreTrainedModel.
-        folder: Where ``save_pretrained`` saves it. Weights in one file of an older save are removed if the new ones are
-            shards, because transformers would read the one file; it removes older shards itself.
-        specs: The records of its compressed layers; None for the layers that it has.
-        state: The tensors that are saved, from a caller that gathered them; None for the model's own.
-
-    Raises:
-        FormatError: If ``from_pretrained`` could not build the model again.
-        SketchMismatchError: If a seed is damaged.
+    Weights in one file of an older save in ``folder`` are removed if the new ones are shards, because transformers
+    would read the one file. ``specs`` are the records of the layers, and ``state`` the tensors of a caller that
+    gathered them; None is the model's own. FormatError says that ``from_pretrained`` could not build the model again.
     """
     single, index = (Path(folder or ".") / name for name in ("model.safetensors", "model.safetensors.index.json"))
     previous = [_modified(path) for path in (single, index)]

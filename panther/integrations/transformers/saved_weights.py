@@ -150,14 +150,10 @@ def set_zeros_(model: nn.Module, specs: Mapping[str, Any]) -> None:
 
 
 def share_tied_(model: Any, saved: SavedWeights | None) -> list[tuple[str, str]]:
-    """Share the buffers of compressed layers that a model ties, before its weights are loaded.
+    """Share the buffers of compressed layers that a model ties, before loading, and return pairs of names.
 
     transformers ties parameters only. The pairs of compressed layers are therefore removed from its list, and tensors
-    of the second layer do not count as missing.
-
-    Returns:
-        Pairs of names: of a layer that is loaded, and of a layer that shares its tensors. Layers that were saved
-        separately are not among them.
+    of the second layer, which is not loaded, do not count as missing. Layers that were saved separately are not shared.
     """
     ties: dict[str, str] = dict(model.all_tied_weights_keys)
     pairs: list[tuple[str, str]] = []
@@ -188,12 +184,8 @@ def _share_form(first: Any, second: Any) -> bool:
 def check_loaded(model: nn.Module, info: Mapping[str, Iterable[str]]) -> None:
     """Raise FormatError if compressed layers are new, or weights that the files hold as a compressed layer.
 
-    Args:
-        model: The model that was loaded.
-        info: What ``from_pretrained(..., output_loading_info=True)`` of transformers returns: ``missing_keys``, tensors
-            of the model that are in no file, and ``unexpected_keys``, tensors of files that are not in the model.
-
-    A part of a model can have shorter names than the files, and a model around it longer ones.
+    ``info`` is what ``from_pretrained(..., output_loading_info=True)`` of transformers returns. A part of a model can
+    have shorter names than the files, and a model around it longer ones.
     """
     state, missing_names = model.state_dict(keep_vars=True), set(info["missing_keys"])
     loaded = {id(tensor) for name, tensor in state.items() if name not in missing_names}
