@@ -77,8 +77,8 @@ def sample_inputs(
 ) -> dict[str, Tensor]:
     """Return inputs by name: tokens, or an image of the sizes in the config.
 
-    ``names`` is what the tokenizer makes, in its order, of which inputs that the forward does not take are left out;
-    None is tokens and their mask. ``fix`` ends the error if the inputs of the model are not known.
+    ``names`` are the inputs that the tokenizer makes, in its order; None stands for tokens and their mask. Inputs that
+    the forward does not take are left out. ``fix`` ends the error if the inputs of the model are not known.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None or main not in ("input_ids", "pixel_values"):

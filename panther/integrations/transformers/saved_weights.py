@@ -184,8 +184,8 @@ def _share_form(first: Any, second: Any) -> bool:
 def check_loaded(model: nn.Module, info: Mapping[str, Iterable[str]]) -> None:
     """Raise FormatError if compressed layers are new, or weights that the files hold as a compressed layer.
 
-    ``info`` is what ``from_pretrained(..., output_loading_info=True)`` of transformers returns. A part of a model can
-    have shorter names than the files, and a model around it longer ones.
+    ``info`` is the second result of ``from_pretrained(..., output_loading_info=True)`` of transformers. A part of a
+    model can have shorter names than the files, and a model around it longer ones.
     """
     state, missing_names = model.state_dict(keep_vars=True), set(info["missing_keys"])
     loaded = {id(tensor) for name, tensor in state.items() if name not in missing_names}
