@@ -13,9 +13,8 @@ from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
 from panther.errors import check_flag
 from panther.kernels import pack_signs, unpack_signs
-from panther.kernels.ops.reduced_copies import reduced_copy
 from panther.kernels.reference import dense_sketch
-from panther.nn.base import LinearGeometry, SketchedModule, is_autocasting
+from panther.nn.base import LinearGeometry, SketchedModule
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_factors
 from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.low_rank import LowRankLinear
@@ -162,10 +161,6 @@ class SKLinear(LinearGeometry, SketchedModule):
             self.U1, self.U2 = U1, U2 = U1.to(S1.device), U2.to(S1.device)
         elif not self.packed and U1.dtype is not S1.dtype:  # FSDP's mixed precision casts parameters and not buffers.
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
-        is_cast = isinstance(input, Tensor) and is_autocasting(input.device.type)
-        if is_cast and not self.packed and U1.dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(input.device.type)
-            U1, U2 = reduced_copy(U1, dtype), reduced_copy(U2, dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
     def _plain_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
