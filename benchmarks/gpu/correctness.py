@@ -179,6 +179,18 @@ def _sketched_checks(device: str) -> Iterator[Check]:
     for rows in (1, _ROWS):
         yield Check("sketched_halves", f"{rows} rows", halves, exact, partial(operands, rows=rows, R=16), "", 4)
 
+    def sparse_exact(x: Tensor, S1: Tensor, S2: Tensor, bias: Tensor, out_signs: Tensor, in_signs: Tensor) -> Tensor:
+        U1, U2 = reference.dense_sketch(out_signs, len(S2)).mT, reference.dense_sketch(in_signs, len(S2))
+        return exact(x, S1, S2, bias, U1, U2)
+
+    def sparse_operands(dtype: torch.dtype, rows: int, R: int) -> list[Tensor]:
+        *dense, U1, U2 = operands(dtype, rows, R)
+        return [*dense, U1[0].contiguous(), U2[:, 0].contiguous()]
+
+    for rows, R in ((1, 16), (_ROWS, 16), (_ROWS, 96)):
+        make = partial(sparse_operands, rows=rows, R=R)
+        yield Check("folded", f"{paths[0]}, {rows} rows, R = {R}", product, sparse_exact, make, paths[0], 4)
+
 
 def _few_rows_checks(device: str) -> Iterator[Check]:
     group_size = 64

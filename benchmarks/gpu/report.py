@@ -240,7 +240,7 @@ def _blocks(rows: Sequence[Mapping[str, str]], stamped: Mapping[str, str], rehea
         counts = ", ".join(f"{section} {count}" for section, count in left.items())
         blocks += [f"The time did not suffice for these cases, which a further call measures: {counts}."]
     blocks += [("Aims", 2), _aims(rows)]
-    sentences = contradictions(rows, triton=not rehearsal)
+    sentences = list(contradictions(rows, triton=not rehearsal))
     blocks += [("Predictions", 2), "\n".join(f"- {sentence}" for sentence in sentences) or "No row contradicts one."]
     for section in ("correctness", "tests", "roofline"):
         taken = [row for row in rows if row["section"] == section]

@@ -4,7 +4,7 @@
 the input features over the device. *fused*: one Triton kernel.
 """
 
-__all__ = ["HOST_US", "PATHS", "choose_path", "using_path"]
+__all__ = ["PATHS", "choose_path", "using_path"]
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,6 @@ from contextlib import contextmanager
 from ._plans import forget_plans
 
 PATHS = ("chain", "joined", "pair", "fused")
-HOST_US = {"chain": 51.0, "joined": 50.0, "pair": 24.0, "fused": 20.0}
-"""Microseconds of the host for a call of SKLinear without gradients on each path.
-
-They were measured on an AMD EPYC for one row, 256 features and R = 16 in float32, with the Triton kernels replaced by
-stubs and the products of torch on the CPU (``python -m benchmarks.gpu.host``). No GPU has run it.
-"""
 _forced: list[str] = []
 
 
@@ -43,9 +37,8 @@ def choose_path(rows: int, rank: int, *, triton: bool, aligned: bool = True) -> 
         # If sizes are not multiples of 16, entries are loaded one by one, for which the fused kernel, but not the
         # pair, spills registers (compiled for sm_80 and sm_90).
         return "fused"
-    # In eager mode a path must save more time of the device than it takes of the host. The kernels take less time of
-    # the host than the products of torch (``HOST_US``), so that the host never speaks against them; it takes longer
-    # than the device up to a few hundred rows.
+    # The kernels take 20 to 24 us of the host for a call, and the products of torch 50 (``benchmarks.gpu.host``, with
+    # stubs), so that the host never speaks against them.
     if rows <= 64:
         return "pair"  # Two launches of 2.5 us, three above R = 64. Copies and library products take four or more.
     if rank <= 64 and rows < (12800 if aligned else 4096):

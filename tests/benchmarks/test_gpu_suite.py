@@ -221,18 +221,17 @@ def test_a_wrong_kernel_fails_its_check():
 def test_predictions_that_rows_contradict_are_said():
     from benchmarks.gpu.predictions import contradictions
 
-    def row(path, time_us, section="sklinear", case="8192x8192 R 16 batch 8192", **columns):
+    def row(path, time_us):
         return {
-            "section": section, "case": case, "dtype": "float32", "precision": "high", "direction": "forward",
-            "mode": "graph", "alternative": path, "status": "measured", "time_us": str(time_us),
-        } | columns  # fmt: skip
+            "section": "sklinear", "case": "8192x8192 R 16 batch 8192", "dtype": "float32", "precision": "high",
+            "direction": "forward", "mode": "graph", "alternative": path, "status": "measured",
+            "time_us": str(time_us),
+        }  # fmt: skip
 
     agrees = [row("fused", 10), row("pair", 11), row("joined", 9.9)]
-    assert contradictions(agrees, triton=True) == []
+    assert list(contradictions(agrees, triton=True)) == []
     (sentence,) = contradictions([*agrees[:2], row("joined", 5)], triton=True)
     assert "choose_path takes fused, 10 us, and joined takes 5 us" in sentence
-    host = row("", 100, "host", "SKLinear, 256 x 256, R = 16", direction="no gradients")
-    assert contradictions([host], triton=True) == ["HOST_US['pair'] is 24, and the host takes 100 us"]
 
 
 def test_every_aim_is_a_case_that_the_suite_measures(suite):
