@@ -242,7 +242,7 @@ def test_distributed_sketched_model_has_the_guides_shape(ratios):
 
 
 def test_distributed_sketched_model_warns_once_and_says_both_figures():
-    figures = "4 of 4 layers .* the model by 2,210,040, a dense one by 689,408"
+    figures = "4 of 4 layers .* the model by 1,105,020, a dense one by 689,408"
     with pytest.warns(PerformanceWarning, match=figures) as record:
         DistributedSketchedModel(1024, [512, 256, 128], 10, [0.5, 0.6, 0.7, 0.8])
     assert len(record) == 1
