@@ -41,7 +41,7 @@ def pairs():
     torch.manual_seed(0)
     layers = []
     for _ in range(2):
-        layers += [SKLinear(WIDTH, 256, 4), nn.GELU(), SKLinear(256, WIDTH, 4)]
+        layers += [SKLinear(WIDTH, 256, 8), nn.GELU(), SKLinear(256, WIDTH, 8)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).double()
 
 
