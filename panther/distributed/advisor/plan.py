@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.distributed.advisor.cluster import ClusterSpec
@@ -168,9 +168,6 @@ def plan_parallelism(
     batch: int,
     objective: str = "time",
     sample_input: Any = None,
-    loss_fn: Callable[[Any], Tensor] | None = None,
-    mixed_precision: str | None = None,
-    activation_checkpointing: str | None = None,
     optimizer_states: float = 2,
     schedules: Sequence[str] = _SCHEDULES,
     refuse: Callable[[Layout], str | None] | None = None,
@@ -187,12 +184,8 @@ def plan_parallelism(
         batch: Number of samples of a step, over all ranks.
         objective: ``"time"`` for the shortest step or ``"memory"`` for the fewest bytes per rank; the other objective
             breaks ties. Layouts that do not fit come last.
-        sample_input: For a module, an input of its forward with any batch size; see :meth:`ModelStats.of`.
-        loss_fn: For a module, computes a scalar from its output.
-        mixed_precision: For a module, ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`; under DDP by
-            autocast.
-        activation_checkpointing: For a module, the tensors that the backward pass recomputes: ``"none"``,
-            ``"selective"`` or ``"full"``, as in :class:`panther.train.TrainConfig`; None is ``"none"``.
+        sample_input: For a module, an input of its forward with any batch size. :meth:`ModelStats.of` also takes the
+            loss, and the settings of mixed precision and activation checkpointing.
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD, and a
             fraction for optimizers with smaller states, such as :class:`panther.optim.SketchedAdamW`.
         schedules: Pipeline schedules to consider. Those that split the backward pass are left out.
@@ -203,8 +196,7 @@ def plan_parallelism(
         All options, the best first, with reasons.
 
     Raises:
-        ValueError: If ``objective`` or a schedule is unknown, ``optimizer_states`` is negative, or an argument for a
-            module is given with statistics.
+        ValueError: If ``objective`` or a schedule is unknown, or ``optimizer_states`` is negative.
         TypeError: If ``model`` or ``cluster`` has the wrong type, or is a module without ``sample_input``.
         ShapeError: If ``batch`` is not positive, no mesh divides it, or all layouts are refused.
 
@@ -228,12 +220,14 @@ def plan_parallelism(
             f"cluster must be a ClusterSpec, not a {type(cluster).__name__}: use ClusterSpec.preset('h100-80gb', "
             "gpus=8), or ClusterSpec.load of a measured file"
         )
-    module_options = {
-        "loss_fn": loss_fn,
-        "mixed_precision": mixed_precision,
-        "activation_checkpointing": activation_checkpointing,
-    }
-    stats = _stats(model, sample_input, {name: value for name, value in module_options.items() if value is not None})
+    if isinstance(model, ModelStats):
+        stats = model
+    elif not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
+    elif sample_input is None:
+        raise TypeError("a module needs sample_input, an input of its forward, to measure its activations")
+    else:
+        stats = ModelStats.of(model, sample_input)
     check_size("batch", batch, least=1)
     if not optimizer_states >= 0:
         raise ValueError(f"optimizer_states={optimizer_states} must be a number of copies, at least 0")
@@ -288,22 +282,6 @@ def _allowed(
     if reasons[0] is None or rank(estimates[0]) >= rank(allowed[0]):
         return allowed, None
     return allowed, f"{estimates[0].layout} would be the best, but {reasons[0]}."
-
-
-def _stats(model: nn.Module | ModelStats, sample_input: Any, options: dict[str, Any]) -> ModelStats:
-    """Return the statistics of a model; ``options`` are arguments of :meth:`ModelStats.of`."""
-    if isinstance(model, ModelStats):
-        if sample_input is not None or options:
-            raise ValueError(
-                "sample_input, loss_fn, mixed_precision and activation_checkpointing are for a module: ModelStats "
-                "already include them"
-            )
-        return model
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
-    if sample_input is None:
-        raise TypeError("a module needs sample_input, an input of its forward, to measure its activations")
-    return ModelStats.of(model, sample_input, **options)
 
 
 def possible_layouts(

@@ -13,7 +13,7 @@ from panther.distributed.comm.diagnostics import watched
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import DistributedError
 
-_REDUCTIONS = ("mean", "sum", "max", "each")
+_REDUCTIONS = ("mean", "each")
 
 
 class _Metric(list[float]):
@@ -36,11 +36,7 @@ class _Metric(list[float]):
         weights.append(weight)
 
     def total(self) -> tuple[float, float]:
-        """Return the weighted total, or the sum or maximum, and the weight."""
-        if self.reduce == "max":
-            return (math.nan if any(map(math.isnan, self)) else max(self, default=-math.inf)), 0.0
-        if self.reduce == "sum":
-            return sum(self), 0.0
+        """Return the weighted sum of the values, and the sum of their weights."""
         # A rank without samples may have a mean of NaN, which must not be added.
         counted = [(value, weight) for value, weight in zip(self, self.weights, strict=True) if weight]
         return sum(value * weight for value, weight in counted), sum(weight for _, weight in counted)
@@ -67,11 +63,10 @@ class DistributedMetricsCollector:
         >>> collector = DistributedMetricsCollector(0, 1)
         >>> collector.update_metric("loss", 1.0, weight=3)
         >>> collector.update_metric("loss", 5.0)
-        >>> collector.update_metric("samples", 4, reduce="sum")
         >>> collector.metrics["loss"]
         [1.0, 5.0]
         >>> collector.compute_global_metrics()
-        {'loss': 2.0, 'samples': 4.0}
+        {'loss': 2.0}
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -89,9 +84,9 @@ class DistributedMetricsCollector:
         Args:
             name: Name of the metric.
             value: A number, or a tensor of one.
-            weight: Weight of the value in a mean, for example its samples; the other reductions do not use it.
-            reduce: ``"mean"``, ``"sum"``, ``"max"``, or ``"each"``, the mean of each rank by itself; always the same
-                for one name.
+            weight: Weight of the value, for example its samples.
+            reduce: ``"mean"`` over all ranks, or ``"each"``, the mean of each rank by itself; always the same for one
+                name.
 
         Raises:
             ValueError: If ``reduce`` is unknown or differs from before, ``weight`` is negative, or a tensor has several
@@ -145,17 +140,12 @@ class DistributedMetricsCollector:
             totals_by_rank = gather_objects([self._metric(name).total() for name in reductions], None)
         result = {}
         for (name, reduce), totals in zip(reductions.items(), zip(*totals_by_rank, strict=True), strict=True):
-            values = [value for value, _ in totals]
-            if reduce == "max":
-                result[name] = math.nan if any(map(math.isnan, values)) else max(values)
-            elif reduce == "sum":
-                result[name] = sum(values)
-            elif reduce == "each":
+            if reduce == "each":
                 for rank, (value, weight) in enumerate(totals):
                     result[f"{name}, rank {rank}"] = value / weight if weight else math.nan
             else:
-                total_weight = sum(weight for _, weight in totals)
-                result[name] = sum(values) / total_weight if total_weight else math.nan
+                total, total_weight = map(sum, zip(*totals, strict=True))
+                result[name] = total / total_weight if total_weight else math.nan
         return result
 
     def print_metrics(self) -> dict[str, float]:
