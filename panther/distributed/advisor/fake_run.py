@@ -318,7 +318,7 @@ def run(
         handles.append(module.register_forward_pre_hook(enter_block(policy), with_kwargs=True))
         handles.append(module.register_forward_hook(leave_block))
     autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else nullcontext()
-    selecting = _SelectedResults(lambda: block and block.policy, select)
+    selecting = _SelectedResults(lambda: block.policy if block is not None else None, select)
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with without_fake_log(), mode, traffic, work, saving:

@@ -166,11 +166,11 @@ def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
         at_first, at_second = (float(getattr(run, count)[i]) for run in (first, second))
         return _line(at_first, at_second, first.batch, second.batch)
 
-    lines = {
+    lines: dict[str, Any] = {
         count: line(count)
         for count in ("activations", "recomputed", "output", "flops", "moved", "tp_bytes", "tp_gathered")
     }
-    calls = {count: int(getattr(first, count)[i]) for count in ("calls", "tp_calls", "tp_gathers")}
+    calls: dict[str, Any] = {count: int(getattr(first, count)[i]) for count in ("calls", "tp_calls", "tp_gathers")}
     return LayerStats(name, largest=_largest(first, second, i), **lines, **calls)
 
 

@@ -189,7 +189,7 @@ def _stats(
 
     @cache
     def variant(tp: int, autocast: bool) -> ModelStats:
-        settings = (tp, mixed_precision, autocast, activation_checkpointing)
+        settings: Any = (tp, mixed_precision, autocast, activation_checkpointing)
         return ModelStats(*measured(tp, autocast), *settings, _variant=variant)
 
     return variant(1, False)

@@ -92,7 +92,7 @@ def _fill(new: Any, old: nn.Module, copies: dict[int, Any]) -> None:
             new.__dict__[key] = _mapped(value, copies)
     new.__dict__.update(record.attributes)
     # Sketches were drawn only for this rank's shard; the full ones are drawn from the seed.
-    if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.is_seeded:
+    if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.seed is not None:
         new.set_seeded_(new.seed)
 
 
