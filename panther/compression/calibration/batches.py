@@ -1,7 +1,7 @@
 """Check calibration batches, move them to a device, and copy them for each forward, which may change its arguments."""
 
 __all__ = [
-    "PLAIN", "SHARED", "check_calibration", "copy_batch", "describe_batch", "entries_of", "is_empty",
+    "PLAIN", "SHARED", "check_calibration", "copy_batch", "describe_batch", "is_empty",
     "is_sentence_model", "place_batch", "plain_modules", "read_batches", "with_features",
 ]  # fmt: skip
 
@@ -115,11 +115,6 @@ def _rebuilt_object(value: Any, convert: Callable[[Tensor], Tensor], copies: dic
             # object.__setattr__, because the __setattr__ of a frozen dataclass raises.
             object.__setattr__(result, name, _rebuilt(getattr(value, name), convert, copies))
     return result
-
-
-def entries_of(batch: Any) -> int:
-    """Return the number of entries of all tensors of a batch."""
-    return sum(tensor.numel() for tensor in _tensors_of(batch))
 
 
 def is_empty(batch: Any) -> bool:
