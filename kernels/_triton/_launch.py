@@ -1,8 +1,8 @@
 """Launches that are prepared once: a kernel, its grid and all its arguments except for the tensors."""
 
-__all__ = ["Launch", "launch"]
+__all__ = ["Launch"]
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -43,27 +43,3 @@ class Launch:
         if not self._is_bound:
             self._direct = bind(self._kernel, compiled, self._grid, self._scalars, self._constants)
             self._is_bound = True
-
-
-# A launch takes about 1 KB.
-_MOST_LAUNCHES = 2048
-_launches: dict[Hashable, Launch] = {}
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None], *scalars: float, **constants: Any
-) -> None:
-    """Launch a kernel as ``kernel[grid](*tensors, *scalars, **constants)`` does, in a third of its time on the host.
-
-    The :class:`Launch`, which describes the other arguments, is kept for later calls that differ only in addresses. At
-    most 2048 of them are kept. None in ``tensors`` stands for a tensor that the kernel does not read.
-    """
-    kinds = [None if x is None else (x.dtype, x.get_device(), x.data_ptr() & 15 == 0) for x in tensors]
-    # The hash of a kernel takes two microseconds. A Launch holds its kernel, so that no other one gets the same id.
-    key = (id(kernel), grid, scalars, tuple(constants.items()), tuple(kinds))
-    prepared = _launches.get(key)
-    if prepared is None:
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        prepared = _launches[key] = Launch(kernel, grid, *scalars, **constants)
-    prepared(*tensors)

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import cdiv, next_power_of_2
-from ._launch import launch
 
 # Products that a program of 4 warps computes at once.
 _TILE = 1024
@@ -72,9 +71,8 @@ def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tenso
     ROWS = _TILE // COLS // K
     row_tiles, column_tiles = cdiv(rows, ROWS), cdiv(n, COLS)
     double = torch.float64 in (A.dtype, value.dtype)
-    launch(
-        _csr_matmul_kernel, (row_tiles * column_tiles * source.shape[0],), (starts, index, value, source, out),
-        rows, n, stride_b, stride_m, stride_n, row_tiles, column_tiles,
+    _csr_matmul_kernel[(row_tiles * column_tiles * source.shape[0],)](
+        starts, index, value, source, out, rows, n, stride_b, stride_m, stride_n, row_tiles, column_tiles,
         ROWS=ROWS, K=K, COLS=COLS, ACC=tl.float64 if double else tl.float32, WIDE=max(n, rows) >= (1 << 31) - _TILE,
     )  # fmt: skip
     return out
