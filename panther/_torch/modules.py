@@ -197,15 +197,16 @@ def has_forward_of_convolution(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
     """Return whether a module has forward or backward hooks, optionally ignoring forward pre-hooks.
 
-    The hooks that transformers leaves on modules after a forward that returned hidden states do not count. torch has no
-    public function that returns hooks.
+    The hook of every compressed layer, which keeps its own forward, does not count, and neither do the hooks that
+    transformers leaves on modules after a forward that returned hidden states. torch has no public function that
+    returns hooks.
     """
     tables = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
     if not beside_forward_pre:
         tables.append(module._forward_pre_hooks)
-    capturing = "transformers.utils.output_capturing"
+    ignored = ("transformers.utils.output_capturing", "panther.nn.protocol")
     return any(
-        table and any(getattr(hook, "__module__", None) != capturing for hook in table.values()) for table in tables
+        table and any(getattr(hook, "__module__", None) not in ignored for hook in table.values()) for table in tables
     )
 
 
