@@ -581,7 +581,7 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     assert not [path for path in Path().iterdir() if path.suffix != ".toml"]
 
 
-@pytest.mark.parametrize("data", [["--data", "work:load"], ["--data=work:load"], ["data=work:load"]])
+@pytest.mark.parametrize("data", [["--data", "work:load"], ["--data=work:load"]])
 def test_the_data_may_be_among_the_arguments(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(f'model = "work:build"\n[launch]\nargs = {json.dumps(data)}\n')
