@@ -189,8 +189,9 @@ def _stats(
 
     @cache
     def variant(tp: int, autocast: bool) -> ModelStats:
-        settings: Any = (tp, mixed_precision, autocast, activation_checkpointing)
-        return ModelStats(*measured(tp, autocast), *settings, _variant=variant)
+        tensors, layers, is_sequential = measured(tp, autocast)
+        settings = (mixed_precision, autocast, activation_checkpointing)
+        return ModelStats(tensors, layers, is_sequential, tp, *settings, _variant=variant)
 
     return variant(1, False)
 
