@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.utils.data import TensorDataset
 
 from panther.distributed import checkpoint, get_rank, get_world_size
-from panther.errors import CheckpointError, ConfigError
+from panther.errors import CheckpointError
 from panther.files.records import record_checksum
 from panther.train import Callback, TrainConfig, Trainer
 
@@ -274,15 +274,3 @@ def test_other_callbacks_are_refused_and_stateless_ones_may_come_and_go(tmp_path
     callback = Stores()
     fit(tmp_path, [callback, Callback()], 4)
     assert callback.loaded == 1
-
-
-def test_the_advice_of_the_error_can_be_followed(tmp_path):
-    class Swa(Callback):
-        def on_start(self, trainer):
-            self.average = torch.optim.swa_utils.AveragedModel(trainer.model)
-
-    def refused():
-        with pytest.raises(ConfigError, match="keep detached clones of the parameters"):
-            fit(tmp_path, [Swa()], 2, "fsdp")
-
-    on_ranks(refused)
