@@ -35,12 +35,13 @@ test-versions: .venv-oldest/.stamp .venv-newest/.stamp
 	.venv-newest/bin/python -m pip install -c .venv-newest/constraints.txt --upgrade torch
 	$(PYTHON) tests/support/versions.py oldest newest
 
-# A Slurm of two nodes on this machine, which needs root and apt and is skipped without them. The results are committed.
-test-engines-slow: .venv/.all-stamp
+# Horovod, which is built for ten minutes of processor time, and a Slurm of two nodes on this machine, which needs root
+# and apt and is skipped without them. The results are committed.
+test-engines-slow: .venv-horovod/.stamp
 	command -v slurmctld >/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -yq --no-install-recommends slurmctld slurmd slurm-client munge; } || \
 	    echo "Slurm could not be installed" >&2
-	OMP_NUM_THREADS=1 .venv/bin/python tests/support/engine_results.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-horovod/bin/python tests/support/engine_results.py $(ARGS)
 
 # The property tests with 2,000 examples each, tests of minutes, a thousand damaged files of each format and as many
 # kills of a process that saves, and a hundred runs that are killed and resumed: more than an hour.
@@ -151,7 +152,7 @@ TRIAL_DATA = PANTHER_WORDNET="$${PANTHER_WORDNET:-$(CURDIR)/.venv/trial-data/usr
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 
-# Leaves .venv, .venv-engines, .venv-oldest, .venv-newest and .triton-oldest, which are only slow to make
+# Leaves .venv, .venv-engines, .venv-horovod, .venv-oldest, .venv-newest and .triton-oldest, which are only slow to make
 # again; `rm -r .venv* .triton-oldest` removes them.
 clean:
 	rm -rf build dist panther_sketch.egg-info docs/_build docs/examples docs/reference/api/generated \
@@ -200,6 +201,15 @@ clean:
 	$(subst .venv/,.venv-engines/,$(INSTALL_BESIDE_TORCH)) --no-build-isolation \
 	    -e '.[demo,triton,test,torchao,keras,ray,tune,deepspeed]' tensorflow-cpu jax \
 	    kubernetes-validate kubeflow-training kubeflow-trainer-api
+	touch $@
+
+.venv-horovod/.stamp: pyproject.toml constraints.txt docs/howto/scripts/build_horovod.sh
+	test -x .venv-horovod/bin/python || $(PYTHON) -m venv .venv-horovod
+	$(subst .venv/,.venv-horovod/,$(INSTALL)) 'setuptools>=77' wheel
+	$(subst .venv/,.venv-horovod/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
+	.venv-horovod/bin/python tests/support/torch_constraints.py >.venv-horovod/constraints.txt
+	$(subst .venv/,.venv-horovod/,$(INSTALL_BESIDE_TORCH)) --no-build-isolation -e '.[demo,test]' cloudpickle psutil pyyaml packaging
+	.venv-horovod/bin/python -c 'import horovod.torch' 2>/dev/null || docs/howto/scripts/build_horovod.sh .venv-horovod
 	touch $@
 
 # torch before Panther's other dependencies, with everything that its release asks for: the build with CUDA cannot be

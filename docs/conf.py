@@ -15,7 +15,7 @@ from sphinx.util import logging
 import panther.errors
 
 # Libraries that only .venv-engines has: their adapters' pages need a version and names alone.
-_ENGINES = {"torchao": "0.18.0", "keras": "3.15.1", "ray": "2.60.0", "deepspeed": "0.19.8"}
+_ENGINES = {"torchao": "0.18.0", "keras": "3.15.1", "ray": "2.60.0", "deepspeed": "0.19.8", "horovod": "0.28.1"}
 _require = panther.errors.require_extra
 
 

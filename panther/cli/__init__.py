@@ -30,20 +30,20 @@ _COMMANDS = {
     "launch": "start a script on several processes, as torchrun does",
     "init": "write launch files for Slurm, Kubernetes, Ray or torchrun",
     "advise": "choose a parallelism: memory, bytes sent and time of every layout",
+    "simulate": "show on a CPU what data parallelism does, and check it",
     "explain": "print a page about a concept: sketching, seeds, memory, parallelism, ranks, ...",
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
     "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
 }
 _REMOVED = {
     "profile": "torch.profiler records a script, as docs/howto/launch.rst shows, and profile=True a Trainer's run",
-    "simulate": "panther demo trains on several processes, and panther explain ddp tells what they do",
 }
 # The other commands install their own handlers of SIGTERM, or start processes that would inherit this handler.
 _ENDED_BY_SIGTERM = ("compress", "export")
 _EXIT_STATUS = """\
 exit status:
   0    success
-  1    the work failed: training, a check, a process or a file; or nothing fits (advise)
+  1    the work failed: training, a check, a process or a file; or nothing fits (advise, simulate)
   2    bad usage or bad input: an option, a setting, a path or a model that cannot be used
   130  interrupted (compress and export: 143 after SIGTERM)
   launch returns 1 if a rank failed, 128 + N if signal N ended it.
@@ -94,12 +94,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"{command!r} is not a command any more: {_REMOVED[command]}")
     if command is not None and command not in _COMMANDS and (near := get_close_matches(command, _COMMANDS, 1)):
         parser.error(f"{command!r} is not a command: did you mean {near[0]!r}?")
+    arguments = argv
     for name, summary in _COMMANDS.items():
         if name == command:
-            import_module(f"panther.cli.{name}").add_parser(commands)
+            module = import_module(f"panther.cli.{name}")
+            module.add_parser(commands)
+            if name == "train":
+                arguments = module.new_spelling(commands.choices[name], argv)
         else:
             commands.add_parser(name, help=summary)
-    args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
+    args, rest = parser.parse_known_args(arguments, argparse.Namespace(argv=argv))
     if getattr(args, "takes_launch_options", False):
         args.launch_options = rest
     elif rest:

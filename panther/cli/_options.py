@@ -4,12 +4,14 @@ The source is read and not run, because importing these classes imports torch, w
 """
 
 __all__ = [
-    "add_settings", "flag_of", "given_settings", "settings_explained", "value_of",
+    "add_old_spelling", "add_settings", "flag_of", "given_settings", "note_old_spelling", "settings_explained",
+    "value_of",
 ]  # fmt: skip
 
 import argparse
 import ast
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +21,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from panther.cli._arguments import note
 from panther.errors import PantherError
 
 _NUMBERS = {"int", "float"}
@@ -72,6 +75,27 @@ def add_settings(
 def given_settings(args: argparse.Namespace, place: str, *names: str) -> dict[str, Any]:
     """Return the settings of a class or function that the command line gives; if there are names, only those."""
     return {name: value for name, value in vars(args).items() if name in (names or _settings_of(place))}
+
+
+def add_old_spelling(parser: argparse.ArgumentParser, flag: str, new_flag: str) -> None:
+    """Add a hidden option that sets what ``new_flag`` sets, and prints a note that names it."""
+    new_action: Any = parser._option_string_actions[new_flag]
+
+    class Renamed(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            note_old_spelling(flag, new_flag)
+            setattr(namespace, self.dest, values)
+
+    parser.add_argument(
+        flag, action=Renamed, dest=new_action.dest, type=new_action.type, default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )  # fmt: skip
+
+
+def note_old_spelling(old: str, new: str) -> None:
+    """Print a note about options with new names; a launcher that started this process has printed it."""
+    if "RANK" not in os.environ:
+        note(f"write {new} in place of {old}, which the next version of Panther does not accept")
 
 
 def flag_of(name: str) -> str:

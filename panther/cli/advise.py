@@ -12,7 +12,7 @@ from typing import Any
 
 from panther._text import counted
 from panther.cli._arguments import add_option, check_folder, note, positive
-from panther.cli._options import add_settings, given_settings, settings_explained
+from panther.cli._options import add_old_spelling, add_settings, given_settings, settings_explained
 from panther.cli._user_function import (
     current_folder_importable,
     explained,
@@ -49,7 +49,6 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
         description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
-        allow_abbrev=False,  # --gpus would be --gpus-per-node
     )
     models = (
         f"transformer/SIZE, one of {', '.join(SIZES)}; a folder of transformers, compressed or not; or "
@@ -59,6 +58,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as an option")
     # Measuring starts this many processes, and a plan has as many ranks.
     add_settings(parser, _CLUSTER, "gpus", flags=_FLAGS)
+    add_old_spelling(parser, "--gpus", "--world-size")
     help_text = "measure this machine with --world-size processes, or as a rank of a running job, and write the file"
     parser.add_argument("--measure", metavar="FILE", help=help_text)
     parser.add_argument("--cluster", metavar="FILE", help="plan with the speeds of a file that --measure wrote")

@@ -18,7 +18,7 @@ from panther.cli._arguments import (
     positive,
     whole_number,
 )  # fmt: skip
-from panther.cli._options import add_settings, flag_of, given_settings, settings_explained
+from panther.cli._options import add_old_spelling, add_settings, flag_of, given_settings, settings_explained
 from panther.cli._user_function import call, current_folder_importable, model_and_batches, names_function
 from panther.errors import PantherError
 from panther.integrations.folders.beside import check_beside, copy_beside
@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
     help_text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch-dir"
     parser.add_argument("--stream", action="store_true", help=f"{help_text}; for a folder")
     add_settings(parser.add_argument_group("with --stream"), _FOLDER, *_STREAMED)
+    add_old_spelling(parser, "--scratch", "--scratch-dir")
     add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)
     add_option(parser, "--batch-size", positive, "samples of a batch", 16)
     add_option(parser, "--report", str, "write the report as JSON as well", metavar="FILE")

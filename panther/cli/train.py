@@ -1,6 +1,6 @@
 """``panther train``: a model and data that functions return, trained by the Trainer on one or several processes."""
 
-__all__ = ["add_parser", "read_config", "run"]
+__all__ = ["add_parser", "new_spelling", "read_config", "run"]
 
 import argparse
 import difflib
@@ -41,6 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_option(parser, "--config", str, "TOML or JSON file with settings and functions", metavar="FILE")
     _options.add_settings(parser, _LAUNCH, *_LAUNCH_SETTINGS)
+    _options.add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
     functions = parser.add_argument_group("functions, in place of the file's")
     for name, help_text in list(_FUNCTIONS.items())[1:]:
@@ -49,6 +50,23 @@ def add_parser(commands: Any) -> None:
     settings = parser.add_argument_group("settings of panther.train.TrainConfig, in place of the file's")
     _options.add_settings(settings, _CONFIG)
     parser.set_defaults(run=run, owner="TrainConfig")
+
+
+def new_spelling(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """Return arguments with options in place of settings in the old form ``key=value``, and print a note about them."""
+    actions = parser._option_string_actions
+    arguments, replaced = list[str](), dict[str, str]()
+    for preceding, argument in zip(["", *argv], argv, strict=False):
+        name, equals, value = argument.partition("=")
+        if equals and name.isidentifier() and (preceding not in actions or actions[preceding].nargs == 0):
+            flag = _options.flag_of(name)
+            is_bool = flag in actions and actions[flag].nargs == 0
+            option = flag if value.lower() == "true" else f"--no-{flag[2:]}"
+            replaced[argument] = option if is_bool else f"{flag}={value}"
+        arguments.append(replaced.get(argument, argument))
+    if replaced:
+        _options.note_old_spelling(" ".join(replaced), " ".join(replaced.values()))
+    return arguments
 
 
 def run(args: argparse.Namespace) -> int:

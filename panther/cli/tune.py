@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from panther._hints import name_hint
 from panther.cli._arguments import check_files, check_new_folder, performance_noted
-from panther.cli._options import add_settings, given_settings
+from panther.cli._options import add_old_spelling, add_settings, given_settings
 from panther.cli._user_function import call, current_folder_importable, find, model_and_batches, names_function
 from panther.errors import ConfigError, PantherError
 from panther.integrations.folders.beside import check_beside, copy_beside
@@ -53,6 +53,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
     parser.add_argument("--out", metavar="DIR", help="folder for the best model, new or empty")
     parser.add_argument("--report", metavar="FILE", help="write all trials as JSON")
+    add_old_spelling(parser, "--json", "--report")
     parser.add_argument("--plot", metavar="FILE", help="draw them, to a .svg, .png or .pdf")
     settings = parser.add_argument_group("settings, in place of the file's")
     add_settings(settings, _CONFIG, described_in=("tuning:tune", "compression:compress"))

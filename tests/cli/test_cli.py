@@ -85,7 +85,6 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, sentence, caps
     ("arguments", "hint"),
     [
         (["advise", "--num-processes=4"], "--num-processes=4: did you mean --world-size?"),
-        (["advise", "--gpus=4"], "--gpus=4: did you mean --world-size?"),
         (["advise", "--batch-size=64"], "--batch-size=64: did you mean --batch?"),
         (["train", "--epoch", "3"], "--epoch: did you mean --epochs?"),
         (["train", "--lr=3"], "--lr=3: did you mean --learning-rate?"),
@@ -329,3 +328,50 @@ def test_a_command_that_is_gone_says_what_to_use(capsys):
         main(["profile", "train.py"])
     assert caught.value.code == 2
     assert "'profile' is not a command any more: torch.profiler records a script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replaced"),
+    [
+        (["epochs=1", "--config", "f", "num_microbatches=null", "--nproc-per-node", "2", "seed=-3"], 3),
+        (["--epochs=1", "--config", "f", "--nproc-per-node", "2", "--num-microbatches", "null", "--seed=-3"], 0),
+        (["--config", "f", "epochs=1", "--seed=-3", "--num-microbatches=null"], 1),
+    ],
+)
+def test_settings_are_options_and_may_have_their_old_form(arguments, replaced, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    seen = []
+    monkeypatch.setattr("panther.cli.train.run", lambda args: seen.append(args) or 0)
+    assert main(["train", *arguments]) == 0
+    (args,) = seen
+    assert (args.config, args.epochs, args.seed, args.num_microbatches) == ("f", 1, -3, None)
+    notes = capsys.readouterr().err
+    assert notes.startswith("panther: note: write --epochs=1 ") == (replaced > 0)
+    assert len(re.findall(r"[a-z]=", notes.partition("in place of")[2])) == replaced
+
+
+@pytest.mark.parametrize(
+    ("arguments", "new_name"),
+    [
+        (["demo", "--nproc", "3"], "--nproc-per-node"),
+        (["train", "--nproc", "3"], "--nproc-per-node"),
+        (["simulate", "--world", "3"], "--world-size"),
+        (["advise", "--gpus", "3"], "--world-size"),
+        (["tune", "tune.toml", "--json", "3"], "--report"),
+        (["compress", "m:f", "--budget=1", "--out=o", "--scratch", "3"], "--scratch-dir"),
+    ],
+)
+def test_the_old_name_of_an_option_sets_the_new_one(arguments, new_name, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    seen = []
+    monkeypatch.setattr(f"panther.cli.{arguments[0]}.run", lambda args: seen.append(vars(args)) or 0)
+    assert main(arguments) == 0
+    note = f"write {new_name} in place of {arguments[-2]}, which the next version of Panther does not accept"
+    assert capsys.readouterr().err == f"panther: note: {note}\n"
+    assert main([*arguments[:-2], new_name, "3"]) == 0
+    assert capsys.readouterr().err == ""
+    old, new = ({name: value for name, value in values.items() if name not in ("argv", "run")} for values in seen)
+    assert old == new
+    monkeypatch.setenv("RANK", "0")  # the command that started this rank has printed the note
+    assert main(arguments) == 0
+    assert capsys.readouterr().err == ""

@@ -1,6 +1,7 @@
 """panther train as users type it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def test_export(work):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--epochs=many"], "epochs='many' must be a whole number, not str"),
+        (["--epochs=many"], "--epochs many must be a whole number, not str"),
         (["--loss-fn=cross_entropie"], "loss_fn=cross_entropie is not a function of torch.nn.functional"),
         (
             ["--loss-weight=1.5"],
@@ -159,8 +160,8 @@ def test_export(work):
         (["--data=WORK:fails"], "fails failed: RuntimeError: no such file"),
         (["--data=WORK:nothing"], "the data must be a DataLoader, a Dataset or a list of samples, not a int"),
         (["--metrics=WORK:nothing"], "returns a value of type int: it must return a mapping of names to functions"),
-        (["--resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
-        (["--max-steps=3", "--epochs=2"], "epochs=2 and max_steps=3 exclude each other: give one"),
+        (["--resume=Never"], "--resume Never must be 'auto', 'never' or the path of a checkpoint"),
+        (["--max-steps=3", "--epochs=2"], "--epochs 2 and --max-steps 3 exclude each other: give one"),
         (["--batch-size=null"], "a TensorDataset needs batch_size"),
         (["--export", "run.toml"], "--export run.toml cannot be written to (Not a directory): give another folder"),
         (["--checkpoint-dir=run.toml"], "checkpoint_dir run.toml cannot be written to (Not a directory)"),
@@ -263,7 +264,28 @@ def test_a_script_is_answered_with_the_command_that_starts_it(capsys):
     assert "train.py is a script, which panther launch starts" in capsys.readouterr().err
 
 
-def test_the_number_of_processes_is_checked(work, capsys, monkeypatch):
+def test_settings_in_their_old_form_train_the_same(work, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["train", "--config", "run.toml", "--nproc-per-node", "0"]) == 2
-    assert capsys.readouterr().err == "panther: error: nproc_per_node=0 must be at least 1 and finite\n"
+    settings = [f"data={work}:load", "loss_fn=cross_entropy", "batch_size=8", "max_steps=2", "progress=false"]
+    records = []
+    for model in (f"{work}:build", f"model={work}:build"):
+        assert main(["train", model, *settings]) == 0
+        out, err = capsys.readouterr()
+        records.append(re.findall(r"(?:step|loss|learning_rate) \S+", out))
+        options = "--loss-fn=cross_entropy --batch-size=8 --max-steps=2 --no-progress"
+        assert options in err
+        assert err.endswith("which the next version of Panther does not accept\n")
+    new = [f"--data={work}:load", *options.split()]
+    assert main(["train", f"{work}:build", *new]) == 0
+    assert [re.findall(r"(?:step|loss|learning_rate) \S+", capsys.readouterr().out)] * 2 == records
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", f"{work}:build", f"{work}:build", *new])
+    assert f"unrecognized arguments: {work}:build" in capsys.readouterr().err
+
+
+def test_the_number_of_processes_is_checked_and_has_an_old_name(work, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "--config", "run.toml", "--nproc", "0"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("panther: note: write --nproc-per-node in place of --nproc, ")
+    assert error == "panther: error: --nproc-per-node 0 must be at least 1 and finite"

@@ -37,7 +37,7 @@ def adapter(name, *functions):
         return False
     file = ROOT / f"panther/integrations/{name}"
     source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
-    if find_spec(name) is not None:
+    if find_spec(name) is not None and name != "horovod":
         module = importlib.import_module(f"panther.integrations.{name}")
         return all(hasattr(module, function) for function in functions)
     return all(f'"{function}"' in source for function in functions)
@@ -105,11 +105,11 @@ SETTINGS = {
     ),
     "RayTrainer": lambda: adapter("ray", "RayTrainer"),
     "DistributedTuner": lambda: "parallel" in inspect.signature(pr.tune).parameters,
-    "HorovodTrainer": lambda: takes(strategy="ddp"),
+    "HorovodTrainer": lambda: adapter("horovod", "DistributedOptimizer", "metric_average"),
     "TensorFlowDistributedTrainer": lambda: adapter("keras", "SKDense"),
     "Accelerator": lambda: (HOWTO / "scripts/train_accelerate.py").exists(),
-    "run_ddp_simulation": lambda: runs("demo", "--help"),
-    "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "ddp"),
+    "run_ddp_simulation": lambda: runs("simulate", "--help"),
+    "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "compare"),
     "MXNet": lambda: "**MXNet** is not offered" in (HOWTO / "migrate-ddp.rst").read_text(),
 }
 # What people type who know the guides, torch or another trainer, and what the error names.
@@ -119,7 +119,7 @@ MISSING = {
     "DistributedConfig": "panther.train.TrainConfig for the training, and panther launch",
     "DistributedTuner": "panther.tune(..., parallel='ray')",
     "DistributedSampler": "divides the samples among the ranks",
-    "HorovodTrainer": "panther.train.Trainer",
+    "HorovodTrainer": "panther.integrations.horovod",
     "RayTrainer": "panther.integrations.ray",
     "TensorFlowDistributedTrainer": "panther.integrations.keras",
     "DeepSpeedConfig": "panther.integrations.deepspeed",
@@ -138,9 +138,9 @@ MISSING = {
     "Accelerator": "Accelerate's own class",
     "init_process_group": "panther.distributed.init",
     "destroy_process_group": "panther.distributed.shutdown",
-    "run_ddp_simulation": "panther demo",
+    "run_ddp_simulation": "panther simulate",
     "explain_ddp_concepts": "panther explain ranks",
-    "compare_ddp_vs_single": "panther explain ddp",
+    "compare_ddp_vs_single": "panther explain compare",
     "checkpoint_scope": "activation_checkpointing",
     "memory_pool_scope": "by itself",
     "train_ddp": "panther.train.Trainer",

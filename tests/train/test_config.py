@@ -269,7 +269,7 @@ def test_a_name_of_a_guide_is_a_setting_or_leads_to_the_right_one(name):
         ("strategy", "model_parallel", "use strategy='tp' or 'pp'"),
         ("strategy", "tensor_parallel", "use strategy='tp'"),
         ("strategy", "hybrid_parallel", "use strategy='hybrid' with tensor_parallel_size"),
-        ("strategy", "horovod", "use strategy='ddp'"),
+        ("strategy", "horovod", "use strategy='ddp', or panther.integrations.horovod"),
         ("strategy", "ray", "use panther.integrations.ray"),
         ("mixed_precision", True, "use mixed_precision='bf16' or 'fp16'"),
         ("mixed_precision", "float16", "use mixed_precision='fp16'"),

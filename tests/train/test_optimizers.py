@@ -362,6 +362,15 @@ def test_sparse_gradients_are_averaged_and_clipped_or_refused():
         assert_equal([outcome[0][number] for outcome in outcomes], expected, atol=1e-6)
 
 
+class Clamped(nn.Linear):
+    """A layer that limits its weight inside its forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
 def changing_models():
     ids, kinds = {"dtype": torch.float64}, (nn.Embedding, nn.EmbeddingBag)
     for setting in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
@@ -369,6 +378,10 @@ def changing_models():
             model = Embedded()
             model.rows = kind(10, 8, **ids, **setting)
             yield next(iter(setting)), model
+    model = Embedded()
+    model.rows.sparse = False
+    model.head = Clamped(8, 8, dtype=torch.float64)
+    yield "the weight of the Clamped 'head' was changed inside its forward", model
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "replicate"])

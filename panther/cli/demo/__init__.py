@@ -10,6 +10,7 @@ from typing import Any
 
 from panther._text import counted, format_table
 from panther.cli._arguments import add_option, check_folder, note_if_wide, positive, seed
+from panther.cli._options import add_old_spelling
 from panther.errors import FormatError, PantherError, require_extra
 
 
@@ -19,6 +20,7 @@ def add_parser(commands: Any) -> None:
         "demo", description="Train dense, sketched and low-rank networks on handwritten digits, and compare them."
     )
     add_option(parser, "--nproc-per-node", positive, "processes; with --device cuda, each has a GPU", 2)
+    add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--epochs", positive, "epochs of each network", 20)
     add_option(parser, "--hidden", positive, "width of the hidden layers", 512)
     add_option(parser, "--sketch-size", positive, "rank of sketched and low-rank layers", 8)

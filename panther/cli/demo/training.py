@@ -1,4 +1,4 @@
-"""The networks of ``panther demo`` on handwritten digits, and their training."""
+"""The networks of ``panther demo`` and ``panther simulate`` on handwritten digits, and the training of the demo."""
 
 __all__ = ["KINDS", "Settings", "accuracy", "build", "evaluate_saved", "load_digits", "train_all"]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._torch import parameters_of
 from panther.distributed import checkpoint, get_distributed_info, get_world_size
 from panther.distributed.comm.agreement import run_on_all_ranks
 from panther.distributed.data.strategies import compute_dtype, fsdp_blocks
@@ -21,6 +22,7 @@ from panther.distributed.parallelize.layout import Layout, fit_layout
 from panther.distributed.parallelize.rules import OF_PIPELINES
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
+from panther.nn.io import unwrapped
 from panther.train.config import TrainConfig
 from panther.train.engines.engine import Engine
 from panther.train.engines.model_engine import ModelEngine
@@ -85,6 +87,8 @@ def set_up(
         engine = _distribute(model, config, layout_of(config, world), feed, common)
         if is_empty and is_sharded:
             fill(engine.model, device="cpu" if config.cpu_offload else device)
+        if engine.stages == 1 and not config.compile:
+            _refuse_writes(engine.model, strategy)
     trained = make_optimizer(optimizer, names, named_parameters(engine), strategy=strategy, stages=engine.stages)
     batches = engine.size * batch_factor
     scaling = {"none": 1.0, "sqrt": batches**0.5, "linear": float(batches)}[config.learning_rate_scaling]
@@ -136,6 +140,34 @@ def _check_embeddings(model: nn.Module, strategy: str, is_sharded: bool) -> None
                 f"{subject} has {setting}, which each rank would apply to its own samples only: make it without, and "
                 "limit all rows after each step, in a callback"
             )
+
+
+def _refuse_writes(model: nn.Module, strategy: str) -> None:
+    """Let the first forward raise ConfigError if a module changes a parameter of its own in it.
+
+    Each rank would change it for its own samples, and a change of gathered shards would be lost.
+    """
+    values: dict[nn.Module, list[tuple[str, Tensor, Tensor]]] = {}
+    handles = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        trained = {key: p for key, p in parameters_of(module).items() if p is not None and p.requires_grad}
+        values[module] = [(key, p, p.detach().clone()) for key, p in trained.items()]
+
+    def compare(name: str, module: nn.Module, *_: Any) -> None:
+        for key, p, value in values.pop(module, ()):
+            if not torch.equal(p.detach(), value) and not value.isnan().any():
+                raise ConfigError(
+                    f"the {key} of the {type(module).__name__} {name!r} was changed inside its forward, which "
+                    f"strategy={strategy!r} cannot reproduce: change it after each step, in a callback"
+                )
+
+    for name, module in unwrapped(model).named_modules():
+        if parameters_of(module):
+            handles.append(module.register_forward_pre_hook(note))
+            # Before FSDP's hook, which frees the gathered parameters.
+            handles.append(module.register_forward_hook(partial(compare, name), prepend=True))
+    handles.append(model.register_forward_hook(lambda *_: [handle.remove() for handle in handles] and None))
 
 
 def _materialize(model: Any, **settings: Any) -> None:
