@@ -4,7 +4,7 @@ In torch the output is written by :func:`~..reference.folded.tile`, with the bia
 place. On a GPU the product is an operator, which chooses two Triton kernels or torch by ``_crossover``.
 """
 
-__all__ = ["folded_inner", "folded_matmul", "folded_outer"]
+__all__ = ["folded_inner", "folded_matmul", "folded_outer", "planned_gradients", "save_operands"]
 
 from collections.abc import Callable
 from functools import cache
@@ -199,7 +199,8 @@ def _fake(
     return x.new_empty(x.shape[0], S2.shape[1]), x.new_empty(x.shape[0], 2 * S1.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the operands, the scale and the inner product for the backward pass."""
     *tensors, _, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
@@ -212,21 +213,16 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
     R, scale = S1.shape[1], ctx.scale
     if grad is None:
         grad = x.new_zeros(x.shape[0], S2.shape[1])
-    dx = d_left = None
+    dx = d_left = d_inner = None
     if need_x:
         dx, d_inner = _folded_matmul(grad, S2.mT, in_signs, S1.mT, out_signs, None, scale)
         d_left = d_inner[:, R:]
     elif need_S1:
         d_left = d_inner = _scaled_fold(grad, out_signs, R, scale)
-    if need_S1 and need_S2 and grad_inner is None and runs_eagerly_on_gpu(x) and not torch.is_grad_enabled():
-        key = plan_key((need_x, need_bias), x, grad, inner)
-        plan = _gradient_plans.get(key)
-        if plan is None:
-            from .._triton.sketched_gradients import gradients_plan
-
-            plan = _gradient_plans.add(key, gradients_plan(x, grad, inner, need_x, need_bias) or _NO_PLAN)
-        if plan is not _NO_PLAN:
-            dS1, dS2, dbias = plan(x, grad, inner, d_inner)
+    if need_S1 and need_S2 and grad_inner is None:
+        planned = planned_gradients(x, grad, inner, d_inner, need_x, need_bias)
+        if planned is not None:
+            dS1, dS2, dbias = planned
             return dx, dS1, None, dS2, None, dbias, None
     if grad_inner is not None:
         d_left = add(d_left, grad_inner[:, :R] * scale)
@@ -243,11 +239,33 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
     )
 
 
-def _NO_PLAN(*_: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+_FactorGradients = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _NO_PLAN(*_: Tensor) -> _FactorGradients:
     raise AssertionError("products of torch compute these gradients")
 
 
-_gradient_plans: Plans[Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = Plans()
+_gradient_plans: Plans[Callable[..., _FactorGradients]] = Plans()
+
+
+def planned_gradients(
+    x: Tensor, grad: Tensor, inner: Tensor, d_inner: Tensor | None, need_x: bool, need_bias: bool
+) -> _FactorGradients | None:
+    """Return the gradients of S1, S2 and the bias by a Triton kernel, or None where torch computes them.
+
+    ``d_inner`` is the gradient of ``x [S1 | U2]`` if the gradient of x is needed, and otherwise that of ``x S1``.
+    """
+    # The compiler of torch must not trace what follows, and autograd cannot differentiate it again.
+    if torch.is_grad_enabled() or not runs_eagerly_on_gpu(x):
+        return None
+    key = plan_key((need_x, need_bias), x, grad, inner)
+    plan = _gradient_plans.get(key)
+    if plan is None:
+        from .._triton.sketched_gradients import gradients_plan
+
+        plan = _gradient_plans.add(key, gradients_plan(x, grad, inner, need_x, need_bias) or _NO_PLAN)
+    return None if plan is _NO_PLAN else plan(x, grad, inner, d_inner)
 
 
 _folded_matmul = define(
@@ -255,6 +273,6 @@ _folded_matmul = define(
     " -> (Tensor, Tensor)",
     _implementation,
     _fake,
-    setup_context=_setup_context,
+    setup_context=save_operands,
     backward=_backward,
 )

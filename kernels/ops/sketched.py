@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._torch import are_transforms_active, is_differentiated_forward, is_plain_call
+from .._torch import are_transforms_active, is_differentiated_forward
 from ..cpu import sketched as torch_orders
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
 from ._plans import Plans, plan_key
-from .folded import folded_matmul
+from .folded import folded_matmul, planned_gradients, save_operands
 from .library import autocast, check_one_device, define, needs_torch, refused_dtype
 
 _NAME = "sketched_matmul"
@@ -181,12 +181,6 @@ def _fake(
     return x.new_empty(x.shape[0], S2.shape[1]), x.new_empty(x.shape[0], 2 * S1.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, _, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.set_materialize_grads(False)
-
-
 def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients. The gradient of x is a sketched product of transposed, exchanged factors."""
     x, S1, U1, S2, U2, inner = ctx.saved_tensors
@@ -194,22 +188,20 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
     R, scale = S1.shape[1], ctx.scale
     if grad is None:
         grad = x.new_zeros(x.shape[0], S2.shape[1])
-    if need_S1 and need_S2 and not (need_U1 or need_U2) and grad_inner is None and _may_plan_gradients(x):
-        # Gradients that are not differentiated again, of fixed sketches, take one plan.
-        key = plan_key((scale, need_x, need_bias), x, grad, inner, S1, U1, S2, U2)
-        plan = _gradient_plans.get(key) or _gradient_plans.add(key, _gradients_plan(ctx, grad))
-        if plan is not _NO_PLAN:
-            dx, dS1, dS2, dbias = plan(x, grad, inner, S1, U1, S2, U2)
-            return dx, dS1, None, dS2, None, dbias, None
-    dx = d_left = d_right = None
+    dx = d_left = d_right = d_inner = None
     if need_x:
-        V1, V2 = _exchanged(U1, U2)
+        V1, V2 = (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)  # words of both are packed along the features
         dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
         d_right = d_inner[:, :R] if need_U2 or grad_inner is not None else None
         d_left = d_inner[:, R:]
     elif need_S1 or need_U2:
-        d_left = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale if need_S1 else None
+        d_left = d_inner = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale if need_S1 else None
         d_right = (grad @ S2.mT) * scale if need_U2 else None
+    if need_S1 and need_S2 and not (need_U1 or need_U2) and grad_inner is None:
+        planned = planned_gradients(x, grad, inner, d_inner, need_x, need_bias)
+        if planned is not None:
+            dS1, dS2, dbias = planned
+            return dx, dS1, None, dS2, None, dbias, None
     if grad_inner is not None:
         d_left = torch_orders.add(d_left, grad_inner[:, :R] * scale)
         d_right = torch_orders.add(d_right, grad_inner[:, R:] * scale)
@@ -225,65 +217,6 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
         grad.sum(0) if need_bias else None,
         None,
     )
-
-
-def _exchanged(U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sketches of the product of transposed factors. Words of both are packed along the features."""
-    return (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)
-
-
-_Gradients = Callable[..., tuple[Tensor | None, Tensor, Tensor, Tensor | None]]
-
-
-def _NO_PLAN(*_: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    raise AssertionError("products of torch compute these gradients")
-
-
-_gradient_plans: Plans[_Gradients] = Plans()
-
-
-def _may_plan_gradients(x: Tensor) -> bool:
-    """Return whether gradients may be computed by plans, which neither torch's compiler nor autograd can follow."""
-    # The compiler of torch must not trace what follows the first condition.
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    return runs_kernels(x) and is_plain_call()
-
-
-def _gradients_plan(ctx: Any, grad: Tensor) -> _Gradients:
-    """Return the function that computes all gradients with fixed sketches, or ``_NO_PLAN`` where torch is faster.
-
-    It takes x, the gradient of the output, the inner product, S1, U1, S2 and U2, and returns the gradients of x, S1, S2
-    and the bias. The kernels take addresses and not strides from the factors, so that no call transposes them.
-    """
-    x, S1, U1, S2, U2, inner = ctx.saved_tensors
-    need_x, need_bias, scale = ctx.needs_input_grad[0], ctx.needs_input_grad[5], ctx.scale
-    from .._triton import sketched
-    from .._triton.sketched_gradients import gradients_plan
-
-    factor_gradients = gradients_plan(x, grad, inner, need_x, need_bias)
-    if factor_gradients is None:
-        return _NO_PLAN
-    product = None
-    if need_x:
-        V1, V2 = _exchanged(U1, U2)
-        operands = grad, S2.mT, V1, S1.mT, V2
-        path = _path(*operands)
-        if path in ("pair", "fused") and all(sketched.is_addressable(A) for A in operands):
-            product = (sketched.pair_plan if path == "pair" else sketched.fused_plan)(*operands, None, scale)
-
-    def gradients(x: Tensor, grad: Tensor, inner: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> Any:
-        dx: Tensor | None = None
-        if not need_x:
-            d_left = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale
-        elif product is None:
-            V1, V2 = _exchanged(U1, U2)
-            dx, d_left = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
-        else:
-            dx, d_left = product(grad, S2, U2, S1, U1, None)
-        return dx, *factor_gradients(x, grad, inner, d_left)
-
-    return gradients
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int]]:
@@ -305,7 +238,7 @@ _sketched_matmul = define(
     " -> (Tensor, Tensor)",
     _implementation,
     _fake,
-    setup_context=_setup_context,
+    setup_context=save_operands,
     backward=_backward,
     vmap=_vmap,
 )
