@@ -5,7 +5,20 @@ Methods with a size (rank, R or width) have the largest size at which the states
 of AdamW's states, except for ``"tensor, rank 1"``.
 """
 
-__all__ = ["BASELINE", "METHODS", "QUARTER", "Adapter", "Method", "largest_size", "muon", "state_sizes", "whole"]
+__all__ = [
+    "BASELINE",
+    "METHODS",
+    "QUARTER",
+    "Adapter",
+    "Method",
+    "adamw",
+    "hidden_layers",
+    "largest_size",
+    "muon",
+    "replace_layer",
+    "state_sizes",
+    "whole",
+]
 
 import functools
 import warnings
@@ -74,7 +87,8 @@ def whole(task: OptimizerTask) -> nn.Module:
     return task.build(1.0)
 
 
-def _hidden(task: OptimizerTask, model: nn.Module) -> dict[str, nn.Linear]:
+def hidden_layers(task: OptimizerTask, model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the hidden linear layers of a task's network by name."""
     layers = dict(model.named_modules())
     return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear) and task.is_hidden(name)}
 
@@ -90,7 +104,7 @@ def _trained_numbers(model: nn.Module) -> int:
 
 def _factor_size(task: OptimizerTask, model: nn.Module) -> int:
     """Return the number of rows R of two factors for each hidden layer: R (in + out) numbers, a quarter in all."""
-    hidden = _hidden(task, model)
+    hidden = hidden_layers(task, model)
     total = _trained_numbers(model)
     beside = total - sum(layer.weight.numel() for layer in hidden.values())
     if task.is_pretrained:  # only the head is trained beside the factors
@@ -106,21 +120,21 @@ def _with_adapters(task: OptimizerTask) -> nn.Module:
     if task.is_pretrained:
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith("head."))  # a new layer
-    for name, layer in _hidden(task, model).items():
-        _replace(model, name, Adapter(layer, rank))
+    for name, layer in hidden_layers(task, model).items():
+        replace_layer(model, name, Adapter(layer, rank))
     return model
 
 
 def _with_sketched_layers(task: OptimizerTask) -> nn.Module:
     model = task.build(1.0)
     size = _factor_size(task, model)
-    for name, layer in _hidden(task, model).items():
+    for name, layer in hidden_layers(task, model).items():
         has_bias = layer.bias is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # small layers, and a question of memory
             sketched = pr.nn.SKLinear(layer.in_features, layer.out_features, size, bias=has_bias, sketch="signs")
         _scale_outputs(sketched, layer)
-        _replace(model, name, sketched)
+        replace_layer(model, name, sketched)
     return model
 
 
@@ -134,7 +148,8 @@ def _scale_outputs(sketched: pr.nn.SKLinear, layer: nn.Linear) -> None:
             p.mul_(ratio)
 
 
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of another, by its name."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, layer)
 
@@ -147,7 +162,8 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _adamw(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
+def adamw(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
+    """Return AdamW for all parameters."""
     return torch.optim.AdamW(_groups(model), lr=lr, betas=_BETAS)
 
 
@@ -163,9 +179,8 @@ def _adafactor(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
 
 def muon(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
     """Return MuonAdamW for the hidden layers."""
-    hidden = _hidden(task, model)
     groups = pr.optim.param_groups(
-        model, lr=lr, factor_lr=lr, weight_decay=_DECAY, include=lambda name, _: name in hidden
+        model, lr=lr, factor_lr=lr, weight_decay=_DECAY, include=lambda name, _: task.is_hidden(name)
     )
     return pr.optim.MuonAdamW(groups, betas=_BETAS)
 
@@ -195,14 +210,14 @@ def _sketched(name: str, update: str, rank: int | None = None) -> Method:
 METHODS = {
     method.name: method
     for method in (
-        Method(BASELINE, whole, _adamw),
+        Method(BASELINE, whole, adamw),
         _sketched("channel, a quarter", "channel"),
         _sketched("tensor, rank 1", "tensor", 1),
         Method("Muon", whole, muon),
-        Method("AdamW, narrower", lambda task: task.build(QUARTER), _adamw, (3e-3, 6e-3, 1.2e-2)),
+        Method("AdamW, narrower", lambda task: task.build(QUARTER), adamw, (3e-3, 6e-3, 1.2e-2)),
         _sketched("projected, a quarter", "projected"),
-        Method("LoRA", _with_adapters, _adamw, (3e-3, 6e-3, 1.2e-2)),
-        Method("sketched layers", _with_sketched_layers, _adamw, (3e-3, 6e-3, 1.2e-2)),
+        Method("LoRA", _with_adapters, adamw, (3e-3, 6e-3, 1.2e-2)),
+        Method("sketched layers", _with_sketched_layers, adamw, (3e-3, 6e-3, 1.2e-2)),
         Method("Adafactor", whole, _adafactor, (2.4e-2, 4.8e-2, 9.6e-2)),
         Method("AdamW, 8 bits", whole, _adamw_of_8_bits),
     )

@@ -158,12 +158,14 @@ class Trial:
         task: The task.
         method: The method.
         progress: Where the rows go.
+        baseline: The method whose time is the measure.
         quick: Whether times and memory are measured in one step.
     """
 
     task: OptimizerTask
     method: Method
     progress: Progress
+    baseline: Method = METHODS[BASELINE]
     quick: bool = False
 
     @property
@@ -177,7 +179,7 @@ class Trial:
         lr = self._sweep()
         for seed in self.method.seeds[1:]:
             self._train("steps", lr, seed, self.task.steps)
-        if self.method.name != BASELINE:
+        if self.method.name != self.baseline.name:
             for seed in self.method.seeds:
                 self._train("time", lr, seed, max(1, round(self.task.steps / speed["x_adamw"])))
 
@@ -199,17 +201,18 @@ class Trial:
             rates = [figure(best / 2 if best == min(losses) else 2 * best)]
 
     def _measure_step(self) -> Row:
-        """Time steps in turns with AdamW's, and measure the peak of memory in a process of its own."""
+        """Time steps in turns with the baseline's, and measure the peak of memory in a process of its own."""
         steps = {
-            name: _stepper(self.task, METHODS[BASELINE] if name.startswith(BASELINE) else self.method)
-            for name in (BASELINE, f"{BASELINE} again", "method")
+            "baseline": _stepper(self.task, self.baseline),
+            "again": _stepper(self.task, self.baseline),
+            "method": _stepper(self.task, self.method),
         }
         timings = interleave(steps, budget_s=0 if self.quick else _TIMING_S)
-        reference = timings[BASELINE]
+        reference = timings["baseline"]
         return {
             "step_ms": figure(1e3 * timings["method"].median_s),
             "x_adamw": round(1 / timings["method"].ratio_to(reference), 3),
-            "x_again": round(1 / timings[f"{BASELINE} again"].ratio_to(reference), 3),
+            "x_again": round(1 / timings["again"].ratio_to(reference), 3),
             "peak_mb": None if self.quick else self._peak_mb(),
         }
 
@@ -245,22 +248,29 @@ def _memory_kib(field: str) -> int:
         return next(int(line.split()[1]) for line in status if line.startswith(f"{field}:"))
 
 
+def _widths_of(name: str, widths: Sequence[int]) -> Sequence[int]:
+    """Return the widths of a task that are asked for: any, unless the task's network has a width of its own."""
+    _, own_widths = TASKS[name]
+    return [width for width in widths if len(own_widths) > 1 or width in own_widths] if widths else own_widths
+
+
 def run(
     task_names: Sequence[str],
     methods: Sequence[Method],
     progress: Progress,
     *,
+    baseline: Method = METHODS[BASELINE],
     widths: Sequence[int] = (),
     quick: bool = False,
 ) -> Iterator[OptimizerTask]:
     """Measure the methods on the tasks, and yield a task after each method."""
     for name in task_names:
-        build, all_widths = TASKS[name]
-        for width in [width for width in all_widths if not widths or width in widths]:
+        build, _ = TASKS[name]
+        for width in _widths_of(name, widths):
             task = build(48 if quick else width, quick)
             for method in [method for method in methods if method.name not in task.excluded]:
                 try:
-                    Trial(task, method, progress, quick).run()
+                    Trial(task, method, progress, baseline, quick).run()
                 except MissingExtraError as error:
                     print(error)
                 yield task
@@ -268,18 +278,20 @@ def run(
                 break
 
 
-def planned(task_names: Sequence[str], methods: Sequence[Method], widths: Sequence[int] = ()) -> Iterator[Row]:
-    """Yield a row for each task and width: how many runs there are, and CPU hours from the time of AdamW's step."""
+def planned(
+    task_names: Sequence[str], methods: Sequence[Method], baseline: Method, widths: Sequence[int] = ()
+) -> Iterator[Row]:
+    """Yield a row for each task and width: the number of runs, and CPU hours from the time of the baseline's step."""
     for name in task_names:
-        build, all_widths = TASKS[name]
-        for width in [width for width in all_widths if not widths or width in widths]:
+        build, _ = TASKS[name]
+        for width in _widths_of(name, widths):
             task = build(width, False)
             runs = sum(
                 min(_EXPECTED_RATES, method.most_rates) + 2 * len(method.seeds) - 1
                 for method in methods
                 if method.name not in task.excluded
             )
-            step = _stepper(task, METHODS[BASELINE])
+            step = _stepper(task, baseline)
             step_s = interleave({"step": step}, budget_s=1e-9, min_rounds=3)["step"].median_s
             hours = runs * task.steps * step_s / 3600
             yield {"task": name, "width": width, "runs": runs, "step_s": figure(step_s), "cpu_hours": figure(hours)}
@@ -319,7 +331,15 @@ def _write(subject: str, task: OptimizerTask, rows: Sequence[Row]) -> None:
             write_csv(f"{subject}-{task.name}-{task.width}{suffix}", table, device="cpu")
 
 
-def main(methods: Mapping[str, Method], task_names: Sequence[str], subject: str, description: str) -> None:
+def main(
+    methods: Mapping[str, Method],
+    task_names: Sequence[str],
+    subject: str,
+    description: str,
+    *,
+    baseline: str = BASELINE,
+    widths: Sequence[int] = (),
+) -> None:
     """Measure the tasks and methods that the command line selects.
 
     Args:
@@ -327,10 +347,12 @@ def main(methods: Mapping[str, Method], task_names: Sequence[str], subject: str,
         task_names: Names of all tasks.
         subject: Beginning of the names of the files of results.
         description: Description of the program.
+        baseline: Name of the method whose time is the measure.
+        widths: Widths of the tasks; empty means those of the tasks.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", choices=list(task_names), nargs="+", default=list(task_names))
-    parser.add_argument("--width", type=int, nargs="+", default=(), help="widths of the tasks; all is the default")
+    parser.add_argument("--width", type=int, nargs="+", default=widths, help="widths of the tasks; all is the default")
     parser.add_argument("--methods", choices=list(methods), nargs="+", default=list(methods))
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "panther" / "trials"
     parser.add_argument("--progress", type=Path, default=cache / f"{subject}.jsonl", help="rows that are not run again")
@@ -346,13 +368,16 @@ def main(methods: Mapping[str, Method], task_names: Sequence[str], subject: str,
     keep_freed_memory()
     selected = [methods[name] for name in options.methods]
     if not options.quick:
-        plan = list(planned(options.tasks, selected, options.width))
+        plan = list(planned(options.tasks, selected, methods[baseline], options.width))
         print_table(plan)
         print(f"{sum(row['cpu_hours'] for row in plan):.1f} CPU hours, less the rows of an earlier run", flush=True)
     if options.plan:
         return
     progress = Progress(None if options.quick else options.progress)
-    for task in run(options.tasks, selected, progress, widths=options.width, quick=options.quick):
+    measured_tasks = run(
+        options.tasks, selected, progress, baseline=methods[baseline], widths=options.width, quick=options.quick
+    )
+    for task in measured_tasks:
         if not options.quick:
             _write(subject, task, progress.rows)
     print_table(summary(progress.rows))

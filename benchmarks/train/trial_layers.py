@@ -1,0 +1,127 @@
+"""Kinds of linear layers in a network that is trained from scratch: loss at equal steps and at equal time.
+
+The hidden layers of a network are replaced by layers with a quarter or a tenth of their numbers: an SKLinear with
+sparse sketches or with dense signs, a MonarchLinear, or a pair of factors. Beside them stand the dense network, and the
+widest narrower one that has at most as many numbers. The tasks, the sweep of learning rates and the rows are those of
+trial_optimizers.py.
+"""
+
+__all__ = ["METHODS", "Pair", "with_layers"]
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import panther as pr
+from benchmarks.train.optimizer_methods import Method, adamw, hidden_layers, muon, replace_layer, whole
+from benchmarks.train.optimizer_tasks import OptimizerTask
+from benchmarks.train.trial_optimizers import main
+from panther.errors import PerformanceWarning
+
+DENSE = "dense"
+FRACTIONS = {"a quarter": 0.25, "a tenth": 0.1}
+WIDTHS = (192, 512)
+Builder = Callable[[int, int, float, bool], nn.Module]
+
+
+class Pair(nn.Module):
+    """A weight ``A B`` of rank R with two trained factors of equal size, and nn.Linear's variance at the start."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        std = (3 * in_features * rank) ** -0.25  # then an entry of A B has variance 1 / (3 in)
+        self.A = nn.Parameter(torch.randn(in_features, rank) * std)
+        self.B = nn.Parameter(torch.randn(rank, out_features) * std)
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(*, in)`` to ``(*, out)``."""
+        rows = x.reshape(-1, x.shape[-1]) @ self.A
+        y = rows @ self.B if self.bias is None else torch.addmm(self.bias, rows, self.B)
+        return y.unflatten(0, x.shape[:-1])
+
+
+def _rank(in_features: int, out_features: int, fraction: float) -> int:
+    return max(1, round(fraction * in_features * out_features / (in_features + out_features)))
+
+
+def _pair(in_features: int, out_features: int, fraction: float, bias: bool) -> nn.Module:
+    return Pair(in_features, out_features, _rank(in_features, out_features, fraction), bias)
+
+
+def _sketched(sketch: str) -> Builder:
+    def build(in_features: int, out_features: int, fraction: float, bias: bool) -> nn.Module:
+        rank = _rank(in_features, out_features, fraction)
+        return pr.nn.SKLinear(in_features, out_features, rank, bias=bias, sketch=sketch)
+
+    return build
+
+
+def _monarch(in_features: int, out_features: int, fraction: float, bias: bool) -> nn.Module:
+    return pr.nn.MonarchLinear(in_features, out_features, fraction=fraction, bias=bias)
+
+
+def with_layers(build: Builder, fraction: float, task: OptimizerTask) -> nn.Module:
+    """Return the network of a task with small hidden layers, whose outputs begin with the size of the dense ones'."""
+    model = task.build(1.0)
+    for name, dense in hidden_layers(task, model).items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerformanceWarning)  # small layers, and a question of numbers
+            layer = build(dense.in_features, dense.out_features, fraction, dense.bias is not None)
+        _match_outputs(layer, dense)
+        replace_layer(model, name, layer)
+    return model
+
+
+@torch.no_grad()
+def _match_outputs(layer: nn.Module, dense: nn.Linear) -> None:
+    """Multiply the factors so that outputs have the size of the dense layer's; biases begin as the dense layer's."""
+    factors = [p for p in layer.parameters() if p.ndim > 1]
+    x = torch.randn(256, dense.in_features)
+    bias = layer.bias
+    layer.bias = None
+    ratio = (nn.functional.linear(x, dense.weight).norm() / layer(x).norm()).item()
+    layer.bias = bias
+    if bias is not None:
+        bias.copy_(dense.bias)
+    power = 1.0 if isinstance(layer, pr.nn.SKLinear) else 1 / len(factors)  # a sum of products with fixed sketches
+    for p in factors:
+        p.mul_(ratio**power)
+
+
+def narrower(fraction: float, task: OptimizerTask) -> nn.Module:
+    """Return the widest network with at most as many numbers as the whole one with a fraction of its hidden ones."""
+    model = task.build(1.0)
+    hidden = sum(layer.weight.numel() for layer in hidden_layers(task, model).values())
+    total = sum(p.numel() for p in model.parameters())
+    return task.build(1 - (1 - fraction) * hidden / total)
+
+
+KINDS: dict[str, tuple[Builder, tuple[float, ...]]] = {
+    "sparse": (_sketched("sparse"), (3e-3, 6e-3, 1.2e-2)),
+    "signs": (_sketched("signs"), (3e-3, 6e-3, 1.2e-2)),
+    "pair": (_pair, (3e-3, 6e-3, 1.2e-2)),
+    "Monarch": (_monarch, (6e-3, 1.2e-2, 2.4e-2)),
+}
+"""Functions that make a layer, and the learning rates that a sweep begins with."""
+
+
+def _methods() -> list[Method]:
+    methods = [Method(DENSE, whole, adamw), Method(f"{DENSE}, Muon", whole, muon)]
+    for size, fraction in FRACTIONS.items():
+        builders = {"narrower": (functools.partial(narrower, fraction), (1.5e-3, 3e-3, 6e-3))} | {
+            kind: (functools.partial(with_layers, build, fraction), rates) for kind, (build, rates) in KINDS.items()
+        }
+        for kind, (build, rates) in builders.items():
+            methods.append(Method(f"{kind}, {size}", build, adamw, rates))
+            methods.append(Method(f"{kind}, {size}, Muon", build, muon))
+    return methods
+
+
+METHODS = {method.name: method for method in _methods()}
+
+if __name__ == "__main__":
+    main(METHODS, ["characters", "words", "images"], "layers", __doc__ or "", baseline=DENSE, widths=WIDTHS)
