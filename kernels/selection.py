@@ -5,7 +5,7 @@ operands, and torch elsewhere; ``torch`` always uses torch; ``triton`` raises an
 ``TRITON_INTERPRET=1``, ``triton`` runs the kernels on the CPU in Triton's interpreter, slowly, for debugging.
 """
 
-__all__ = ["backend", "interpreting", "runs_kernels", "use_triton"]
+__all__ = ["backend", "interpreting", "runs_kernels", "use_triton", "uses_torch_alone"]
 
 import os
 from functools import lru_cache
@@ -72,6 +72,11 @@ def use_triton(kernel: str, device: torch.device, refusal: str | None = None) ->
 def runs_kernels(x: Tensor) -> bool:
     """Return whether Triton kernels run on the device of a tensor, if they take the operands."""
     return backend() == "triton" and (x.is_cuda or (x.is_cpu and interpreting()))
+
+
+def uses_torch_alone() -> bool:
+    """Return whether kernels of every kind are turned off, by ``PANTHER_KERNELS=torch``."""
+    return _choice() == "torch"
 
 
 def _choice() -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._torch import int8_weight_mm
 from ..ops.quantized_operands import QuantizedCodes
+from . import native
 from ..reference.codes import MIDDLE, unpack_codes
 
 # Weights per block. Each thread keeps 4 MiB for a block in float32 and 2 MiB for its codes.
@@ -33,6 +34,8 @@ def blockwise_matmul(
     If a row of the weight has one group and x has few rows, the scales multiply the output. Otherwise they multiply the
     weight, as they do in float16, where the unscaled product would overflow.
     """
+    if native.takes(codes, x.dtype):
+        return native.product(x, codes, bias) if native.is_best_for(x) else _by_expanded_blocks(x, codes, bias)
     packed, bits, scales, zeros, _ = codes
     columns, rows = x.shape[1], scales.shape[0]
     if scales.shape[1] > 1 or 2 * len(x) > columns or x.dtype is torch.float16:
@@ -59,6 +62,17 @@ def blockwise_matmul(
     else:
         torch.addcmul(bias.to(work.dtype), work, scales, out=work)
     return work.to(x.dtype)
+
+
+def _by_expanded_blocks(x: Tensor, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:
+    y = x.new_empty(len(x), len(codes.scales))
+    for block in blocks_of(len(codes.scales), x.shape[1]):
+        weight = native.expand(codes, block, memory("weight", x.dtype, len(codes.scales[block]), x.shape[1]))
+        if bias is None:
+            torch.mm(x, weight.mT, out=y[:, block])
+        else:
+            torch.addmm(bias[block], x, weight.mT, out=y[:, block])
+    return y
 
 
 def _scaled_first(x: Tensor, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:
@@ -90,6 +104,8 @@ def expanded(codes: QuantizedCodes, columns: int, dtype: torch.dtype) -> Tensor:
     work = dtype if dtype is torch.float64 else torch.float32
     scales = codes.scales.detach().to(work)
     result = torch.empty(len(scales), columns, dtype=dtype, device=codes.packed.device)
+    if native.takes(codes, dtype):
+        return native.expand(codes, slice(0, len(result)), result)
     for block in blocks_of(*result.shape):
         weight = scaled_rows(codes, block, columns, scales, work, out=result[block] if dtype is work else None)
         if dtype is not work:

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from .. import reference
 from .._torch import are_transforms_active, int_mm, is_differentiated_forward
-from ..cpu import integers, quantized
+from ..cpu import integers, native, quantized
 from ..cpu.int4 import PackedCodes
 from ..selection import backend, runs_kernels, use_triton
 from ._plans import Plans, plan_key
-from .library import define, refused_dtype
+from .library import define, is_exporting, refused_dtype
 from .quantized_operands import (
     FACTOR_UNIT,
     QuantizedCodes,
+    QuantizedFactors,
     QuantizedOperands,
     dense_weight,
     expanded_codes,
@@ -91,12 +92,15 @@ def quantized_matmul(
         ... )
         tensor([[13.]])
     """
-    if _is_plain(x):
-        if not _needs_gradient(x, weight, bias):
-            return _without_gradients(x, weight, bias, rounds_input, packed_codes)
-        if not rounds_input and x.requires_grad and not _is_weight_trained(weight):
-            product: Tensor = _FrozenProduct.apply(x, bias, weight, packed_codes)  # type: ignore[no-untyped-call]
-            return product
+    is_compiled = torch.compiler.is_compiling() and not (is_exporting() or rounds_input)
+    if not is_compiled and _is_plain(x) and not _needs_gradient(x, weight, bias):
+        return _without_gradients(x, weight, bias, rounds_input, packed_codes)
+    is_frozen = not rounds_input and not (torch.is_grad_enabled() and _is_weight_trained(weight))
+    if is_frozen and ((is_compiled and _is_strided(x)) or (_is_plain(x) and x.requires_grad)):
+        codes, factors = weight.codes, weight.factors
+        of_codes = (None, 0, None, None, 0) if codes is None else tuple(codes)
+        of_factors = (None, None, None) if factors is None else tuple(factors)
+        return _frozen_product(x, *of_codes, *of_factors, bias)
     return _by_expansion(x, weight, bias, rounds_input)
 
 
@@ -137,6 +141,10 @@ def _is_plain(x: Tensor) -> bool:
     """Return whether nothing is traced or transformed, and the input is a strided tensor."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
         return False
+    return _is_strided(x)
+
+
+def _is_strided(x: Tensor) -> bool:
     if x.is_nested or x.layout is not torch.strided:
         return False
     return not (are_transforms_active() or is_differentiated_forward())
@@ -246,7 +254,8 @@ def _by_blocks(
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), weight.columns)
     codes, output = weight.codes, None
     if codes is not None:
-        if packed_codes is not None and PackedCodes.is_best_for(rows, codes):
+        is_compiled = native.takes(codes, rows.dtype)
+        if packed_codes is not None and not is_compiled and PackedCodes.is_best_for(rows, codes):
             output = packed_codes(codes).product(rows, bias)
         else:
             output = quantized.blockwise_matmul(rows, codes, bias)
@@ -262,35 +271,65 @@ def _by_blocks(
     return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
 
 
-class _FrozenProduct(torch.autograd.Function):
-    """The product with a weight that is not trained, with gradients for the input and the bias.
+def _product(
+    x: Tensor, packed: Tensor | None, bits: int, scales: Tensor | None, zeros: Tensor | None, group_size: int,
+    left: Tensor | None, right: Tensor | None, factor_scales: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    weight = _joined(x.shape[-1], packed, bits, scales, zeros, group_size, left, right, factor_scales)
+    return _without_gradients(x, weight, bias, False, None)
 
-    Autograd would keep the expanded weight of every layer from the forward to the backward. It would take the memory of
-    the dense model, which adapters on a quantized model should save.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: QuantizedOperands, packed_codes: Any) -> Tensor:
-        """Return the output, as without gradients: they are off here."""
-        ctx.weight = weight
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _without_gradients(x, weight, bias, False, packed_codes)
+def _joined(
+    columns: int, packed: Any, bits: int, scales: Any, zeros: Any, group_size: int, left: Any, right: Any,
+    factor_scales: Any,
+) -> QuantizedOperands:  # fmt: skip
+    codes = None if packed is None else QuantizedCodes(packed, bits, scales, zeros, group_size)
+    factors = None if left is None else QuantizedFactors(left, right, factor_scales)
+    return QuantizedOperands(columns, codes, factors)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Return the gradients of input and bias by differentiable operations."""
-        (grad,) = grads
-        weight, at_input = ctx.weight, None
+
+def _fake_product(
+    x: Tensor, packed: Tensor | None, bits: int, scales: Tensor | None, zeros: Tensor | None, group_size: int,
+    left: Tensor | None, *_: Any,
+) -> Tensor:  # fmt: skip
+    rows = packed if packed is not None else left
+    assert rows is not None  # a weight has codes or factors
+    return x.new_empty(*x.shape[:-1], len(rows))
+
+
+def _set_up_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, bits, scales, zeros, group_size, left, right, factor_scales, bias = inputs
+    ctx.save_for_backward(packed, scales, zeros, left, right, factor_scales)
+    ctx.form = x.shape[-1], bits, group_size, None if bias is None else bias.dtype
+
+
+def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input and bias; the weight is expanded again, and not kept for all layers at once."""
+    packed, scales, zeros, *factors = ctx.saved_tensors
+    columns, bits, group_size, bias_dtype = ctx.form
+    weight, at_input, at_bias = _joined(columns, packed, bits, scales, zeros, group_size, *factors), None, None
+    if ctx.needs_input_grad[0]:
         if weight.codes is not None:
-            at_input = grad @ expanded_codes(weight.codes, weight.columns, grad.dtype)
+            at_input = grad @ expanded_codes(weight.codes, columns, grad.dtype)
         if weight.factors is not None:
-            left, right = wide_factors(weight.factors, grad.dtype)
-            correction = (grad @ left) @ right
+            wide_left, wide_right = wide_factors(weight.factors, grad.dtype)
+            correction = (grad @ wide_left) @ wide_right
             at_input = correction if at_input is None else at_input + correction
-        at_bias = None
-        if ctx.needs_input_grad[1]:
-            at_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-        return at_input, at_bias, None, None
+    if ctx.needs_input_grad[9]:
+        at_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=bias_dtype)
+    return at_input, *(None,) * 8, at_bias
+
+
+# The product with a weight that is not trained. Autograd would keep the expanded weight of every layer from the forward
+# to the backward, in the memory of the dense model, which adapters on a quantized model should save.
+_frozen_product = define(
+    "quantized_product(Tensor x, Tensor? packed, int bits, Tensor? scales, Tensor? zeros, int group_size, Tensor? left, "
+    "Tensor? right, Tensor? factor_scales, Tensor? bias) -> Tensor",
+    _product,
+    _fake_product,
+    setup_context=_set_up_product,
+    backward=_differentiate_product,
+)
 
 
 # The plans of the Triton kernel.

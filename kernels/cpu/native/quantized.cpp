@@ -1,0 +1,278 @@
+// Products with weights of 2 to 8 bits and few rows of input, and the expansion of such weights. They read codes as
+// kernels/reference/codes.py packs them. kernels/cpu/native/__init__.py compiles this file for the processor at hand.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+#ifdef __AVX512F__
+using Floats = __m512;
+using Ints = __m512i;
+constexpr int64_t LANES = 16;
+inline Floats load(const float* address) { return _mm512_loadu_ps(address); }
+inline void store(float* address, Floats numbers) { _mm512_storeu_ps(address, numbers); }
+inline Floats all(float number) { return _mm512_set1_ps(number); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
+inline Ints high_halves(Ints numbers) { return _mm512_srli_epi32(numbers, 4); }
+inline Ints load_codes(const uint8_t* codes, __m128i flips = _mm_setzero_si128()) {
+  return _mm512_cvtepu8_epi32(_mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), flips));
+}
+inline float sum_of(Floats numbers) { return _mm512_reduce_add_ps(numbers); }
+// Numbers as bfloat16, rounded to the nearest, and ties to even. Weights are finite.
+inline void store(uint16_t* address, Floats numbers) {
+#ifdef __AVX512BF16__
+  const auto halves = (__m256i)_mm512_cvtneps_pbh(numbers);
+#else
+  const Ints words = _mm512_castps_si512(numbers);
+  const Ints odd = _mm512_and_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(1));
+  const Ints rounded = _mm512_add_epi32(_mm512_add_epi32(words, odd), _mm512_set1_epi32(0x7fff));
+  const auto halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), halves);
+}
+#else
+using Floats = __m256;
+using Ints = __m256i;
+constexpr int64_t LANES = 8;
+inline Floats load(const float* address) { return _mm256_loadu_ps(address); }
+inline void store(float* address, Floats numbers) { _mm256_storeu_ps(address, numbers); }
+inline Floats all(float number) { return _mm256_set1_ps(number); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats as_floats(Ints numbers) { return _mm256_cvtepi32_ps(numbers); }
+inline Ints high_halves(Ints numbers) { return _mm256_srli_epi32(numbers, 4); }
+inline Ints load_codes(const uint8_t* codes, __m128i flips = _mm_setzero_si128()) {
+  return _mm256_cvtepu8_epi32(_mm_xor_si128(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)), flips));
+}
+inline float sum_of(Floats numbers) {
+  float lanes[LANES], sum = 0;
+  store(lanes, numbers);
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+// Numbers as bfloat16, rounded to the nearest, and ties to even. Weights are finite.
+inline void store(uint16_t* address, Floats numbers) {
+  const Ints words = _mm256_castps_si256(numbers);
+  const Ints odd = _mm256_and_si256(_mm256_srli_epi32(words, 16), _mm256_set1_epi32(1));
+  const Ints rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(words, odd), _mm256_set1_epi32(0x7fff)), 16);
+  const auto pairs = _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(address), pairs);
+}
+#endif
+
+float from_bfloat16(uint16_t half) {
+  const uint32_t word = static_cast<uint32_t>(half) << 16;
+  float number;
+  std::memcpy(&number, &word, sizeof number);
+  return number;
+}
+
+void store_one(float* address, float number) { *address = number; }
+
+void store_one(uint16_t* address, float number) {
+  uint32_t word;
+  std::memcpy(&word, &number, sizeof word);
+  *address = static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+struct Weight {
+  const uint8_t* packed;   // (outputs, row_bytes)
+  const uint16_t* scales;  // (outputs, groups), bfloat16
+  const uint8_t* zeros;    // (outputs, groups)
+  int64_t bits, inputs, outputs, group_size;
+
+  int64_t groups() const { return (inputs + group_size - 1) / group_size; }
+  float scale(int64_t row, int64_t group) const { return from_bfloat16(scales[row * groups() + group]); }
+  float zero(int64_t row, int64_t group) const { return zeros[row * groups() + group]; }
+  uint8_t flips() const { return bits == 8 ? 128 : 0; }
+  int64_t part_bytes(int64_t width) const { return (inputs * width + 7) / 8; }
+  const uint8_t* row(int64_t row) const {
+    int64_t bytes = 0;
+    for (int64_t width = 1; width <= 8; width *= 2) bytes += bits & width ? part_bytes(width) : 0;
+    return packed + row * bytes;
+  }
+  // Whether each half of a row of 4 bits has whole groups of as many columns as loops take at once.
+  bool has_whole_halves() const {
+    return bits == 4 && group_size % LANES == 0 && inputs % (2 * group_size) == 0;
+  }
+};
+
+// A part of WIDTH bits of the codes of a row. Byte k has those of columns k, n + k, 2 n + k, ..., from the low bits up.
+template <int WIDTH, bool IS_FIRST>
+void unpack_part(const uint8_t* __restrict bytes, int64_t length, int64_t inputs, int shift, uint8_t* codes) {
+  for (int place = 0; place < 8 / WIDTH; ++place) {
+    uint8_t* __restrict run = codes + place * length;
+    const int64_t count = std::min(length, inputs - place * length);
+    for (int64_t k = 0; k < count; ++k) {
+      const uint8_t part = (bytes[k] >> (place * WIDTH)) & ((1 << WIDTH) - 1);
+      run[k] = IS_FIRST ? part : static_cast<uint8_t>(run[k] | (part << shift));
+    }
+  }
+}
+
+// The codes of a row, one a byte, in `codes`; those of 8 bits where they are, with their highest bit flipped.
+const uint8_t* unpack(const Weight& weight, int64_t row, uint8_t* __restrict codes) {
+  const uint8_t* bytes = weight.row(row);
+  const int64_t inputs = weight.inputs, quads = weight.part_bytes(4), pairs = weight.part_bytes(2);
+  int shift = 0;
+  if (weight.bits == 8) return bytes;
+  if (weight.bits & 4) {
+    unpack_part<4, true>(bytes, quads, inputs, 0, codes);
+    bytes += quads, shift = 4;
+  }
+  if (weight.bits & 2) {
+    if (shift) unpack_part<2, false>(bytes, pairs, inputs, shift, codes);
+    else unpack_part<2, true>(bytes, pairs, inputs, 0, codes);
+    bytes += pairs, shift += 2;
+  }
+  if (weight.bits & 1) unpack_part<1, false>(bytes, weight.part_bytes(1), inputs, shift, codes);
+  return codes;
+}
+
+// The numbers of a group, scale * (code - zero).
+struct Grid {
+  float scale, offset;
+  Grid(const Weight& weight, int64_t row, int64_t group)
+      : scale(weight.scale(row, group)), offset(-scale * weight.zero(row, group)) {}
+  Floats operator()(Ints codes) const { return multiply_add(as_floats(codes), all(scale), all(offset)); }
+  float operator()(int code) const { return static_cast<float>(code) * scale + offset; }
+};
+
+// The numbers of a group of 4 bits; bits of a code above these are ignored.
+struct SmallGrid {
+#ifdef __AVX512F__
+  Floats numbers;
+  explicit SmallGrid(const Grid& grid) : numbers(grid(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0))) {}
+  Floats operator()(Ints codes) const { return _mm512_permutexvar_ps(codes, numbers); }
+#else
+  Grid grid;
+  explicit SmallGrid(const Grid& grid) : grid(grid) {}
+  Floats operator()(Ints codes) const { return grid(_mm256_and_si256(codes, _mm256_set1_epi32(15))); }
+#endif
+};
+
+// The products of a row of the weight with ROWS rows of x, from unpacked codes.
+template <int ROWS>
+void multiply_row(const Weight& weight, int64_t row, const uint8_t* __restrict codes, const float* __restrict x,
+                  float* __restrict products) {
+  const __m128i flips = _mm_set1_epi8(static_cast<char>(weight.flips()));
+  Floats sums[ROWS][2];
+  for (auto& pair : sums) pair[0] = pair[1] = all(0);
+  float rests[ROWS] = {};
+  for (int64_t group = 0, k = 0; k < weight.inputs; ++group) {
+    const Grid grid(weight, row, group);
+    const int64_t end = std::min(k + weight.group_size, weight.inputs);
+    for (; k + 2 * LANES <= end; k += 2 * LANES) {
+      for (int half = 0; half < 2; ++half) {
+        const Floats numbers = grid(load_codes(codes + k + half * LANES, flips));
+        for (int r = 0; r < ROWS; ++r)
+          sums[r][half] = multiply_add(numbers, load(x + r * weight.inputs + k + half * LANES), sums[r][half]);
+      }
+    }
+    for (; k < end; ++k)
+      for (int r = 0; r < ROWS; ++r) rests[r] += grid(codes[k] ^ weight.flips()) * x[r * weight.inputs + k];
+  }
+  for (int r = 0; r < ROWS; ++r) products[r] = rests[r] + sum_of(sums[r][0]) + sum_of(sums[r][1]);
+}
+
+// The same from bytes with two codes of 4 bits.
+template <int ROWS>
+void multiply_halves(const Weight& weight, int64_t row, const float* __restrict x, float* __restrict products) {
+  const int64_t half = weight.inputs / 2, groups = half / weight.group_size;
+  const uint8_t* __restrict bytes = weight.row(row);
+  Floats sums[ROWS][2];
+  for (auto& pair : sums) pair[0] = pair[1] = all(0);
+  for (int64_t group = 0, k = 0; group < groups; ++group) {
+    const SmallGrid low{Grid(weight, row, group)}, high{Grid(weight, row, groups + group)};
+    for (const int64_t end = k + weight.group_size; k < end; k += LANES) {
+      const Ints codes = load_codes(bytes + k);
+      const Floats numbers[2] = {low(codes), high(high_halves(codes))};
+      for (int r = 0; r < ROWS; ++r)
+        for (int part = 0; part < 2; ++part)
+          sums[r][part] = multiply_add(numbers[part], load(x + r * weight.inputs + part * half + k), sums[r][part]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) products[r] = sum_of(sums[r][0]) + sum_of(sums[r][1]);
+}
+
+// A row of the weight, in float32 or bfloat16; `codes` is memory for a row of them.
+template <class Number>
+void expand_row(const Weight& weight, int64_t row, uint8_t* codes, Number* __restrict numbers) {
+  if (weight.has_whole_halves()) {
+    const int64_t half = weight.inputs / 2, groups = half / weight.group_size;
+    const uint8_t* __restrict bytes = weight.row(row);
+    for (int64_t group = 0, k = 0; group < groups; ++group) {
+      const SmallGrid low{Grid(weight, row, group)}, high{Grid(weight, row, groups + group)};
+      for (const int64_t end = k + weight.group_size; k < end; k += LANES) {
+        const Ints pairs = load_codes(bytes + k);
+        store(numbers + k, low(pairs));
+        store(numbers + half + k, high(high_halves(pairs)));
+      }
+    }
+    return;
+  }
+  const uint8_t* __restrict unpacked = unpack(weight, row, codes);
+  const __m128i flips = _mm_set1_epi8(static_cast<char>(weight.flips()));
+  for (int64_t group = 0, k = 0; k < weight.inputs; ++group) {
+    const Grid grid(weight, row, group);
+    const int64_t end = std::min(k + weight.group_size, weight.inputs);
+    for (; k + LANES <= end; k += LANES) store(numbers + k, grid(load_codes(unpacked + k, flips)));
+    for (; k < end; ++k) store_one(numbers + k, grid(unpacked[k] ^ weight.flips()));
+  }
+}
+
+constexpr int BLOCK = 4;  // rows of x that are multiplied at once
+
+}  // namespace
+
+extern "C" {
+
+// y (rows, outputs) = x (rows, inputs) W^T + bias, in float32.
+void panther_product(const uint8_t* packed, const uint16_t* scales, const uint8_t* zeros, int64_t bits, int64_t inputs,
+                     int64_t outputs, int64_t group_size, int threads, const float* x, int64_t rows, const float* bias,
+                     float* y) {
+  const Weight weight{packed, scales, zeros, bits, inputs, outputs, group_size};
+  const bool has_halves = weight.has_whole_halves();
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<uint8_t> codes(has_halves ? 0 : inputs);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < outputs; ++row) {
+      const uint8_t* unpacked = has_halves ? nullptr : unpack(weight, row, codes.data());
+      for (int64_t r = 0; r < rows;) {
+        const bool is_block = rows - r >= BLOCK;
+        const float* part = x + r * inputs;
+        float products[BLOCK];
+        if (has_halves && is_block) multiply_halves<BLOCK>(weight, row, part, products);
+        else if (has_halves) multiply_halves<1>(weight, row, part, products);
+        else if (is_block) multiply_row<BLOCK>(weight, row, unpacked, part, products);
+        else multiply_row<1>(weight, row, unpacked, part, products);
+        for (int i = 0; i < (is_block ? BLOCK : 1); ++i, ++r)
+          y[r * outputs + row] = products[i] + (bias ? bias[row] : 0.0f);
+      }
+    }
+  }
+}
+
+// Rows of the weight from `first` on, in float32 or, if `half` is given, in bfloat16.
+void panther_expand(const uint8_t* packed, const uint16_t* scales, const uint8_t* zeros, int64_t bits, int64_t inputs,
+                    int64_t outputs, int64_t group_size, int threads, int64_t first, int64_t last, float* wide,
+                    uint16_t* half) {
+  const Weight weight{packed, scales, zeros, bits, inputs, outputs, group_size};
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<uint8_t> codes(inputs);
+#pragma omp for schedule(static)
+    for (int64_t row = first; row < last; ++row) {
+      if (half) expand_row(weight, row, codes.data(), half + (row - first) * inputs);
+      else expand_row(weight, row, codes.data(), wide + (row - first) * inputs);
+    }
+  }
+}
+
+}  // extern "C"
