@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from panther.kernels import PackedCodes
+from panther.kernels.cpu import native
 from tolerances import assert_close
 from torch import nn
 
@@ -30,6 +31,11 @@ def exact(module, x):
     wide = copy.deepcopy(module).double()
     bias = 0 if wide.bias is None else wide.bias
     return (x.double() @ wide.weight.mT + bias).detach()
+
+
+@pytest.fixture(autouse=True)
+def without_compiled_kernel(monkeypatch):
+    monkeypatch.setattr(native, "takes", lambda *_: False)
 
 
 @pytest.fixture

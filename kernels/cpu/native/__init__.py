@@ -27,7 +27,8 @@ from ...ops.quantized_operands import QuantizedCodes
 from ...selection import uses_torch_alone
 
 _SOURCE = Path(__file__).with_name("quantized.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC", "-shared")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_FLAGS_OF_CAPABILITY = {"AVX2": ("-mno-avx512f",), "AVX512": ("-mprefer-vector-width=512",)}
 _TIMEOUT_S = 300
 _FEW_ROWS = 16  # With more rows, a product with expanded blocks of the weight is faster.
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -41,10 +42,13 @@ def library() -> ctypes.CDLL | None:
 
     The reason for None is logged, once in a process, unless the setting or the processor is the reason.
     """
-    if uses_torch_alone() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    if uses_torch_alone() or torch.backends.cpu.get_cpu_capability() not in _FLAGS_OF_CAPABILITY:
         return None
     try:
-        compiled = ctypes.CDLL(str(_compiled()))
+        try:
+            compiled = ctypes.CDLL(str(_compiled()))
+        except OSError:  # The file is damaged, or there is no compiler, which the second attempt says again.
+            compiled = ctypes.CDLL(str(_compiled(anew=True)))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or error
         logging.getLogger(__name__).warning(
@@ -103,21 +107,22 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _compiled() -> Path:
-    """Return the compiled file, which is written first if it is not there."""
+def _compiled(anew: bool = False) -> Path:
+    """Return the compiled file, which is written first if it is not there, or in any case."""
     compiler = shutil.which(os.environ.get("CXX") or "c++")
     if compiler is None:
         raise FileNotFoundError(f"there is no compiler {os.environ.get('CXX') or 'c++'!r}")
-    source = _SOURCE.read_bytes()
-    name = hashlib.sha256(source + repr((_FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
+    flags = (*_FLAGS, *_FLAGS_OF_CAPABILITY[torch.backends.cpu.get_cpu_capability()])
+    identity = repr((flags, compiler, _processor())).encode()
+    name = hashlib.sha256(_SOURCE.read_bytes() + identity).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions") / "panther"
     path = folder / f"quantized-{name}.so"
-    if not path.exists():
+    if anew or not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unnamed:
             partial = Path(unnamed) / path.name
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(partial)]
+            command = [compiler, *flags, str(_SOURCE), "-o", str(partial)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
             partial.replace(path)
     return path

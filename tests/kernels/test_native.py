@@ -1,0 +1,169 @@
+"""Products with quantized weights in C++: against float64, and what happens where they cannot be compiled."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from panther.kernels import QuantizedCodes, QuantizedOperands, pack_codes, quantized_matmul
+from panther.kernels.cpu import native
+from panther.kernels.ops.quantized_operands import expanded_codes
+from tolerances import KERNEL_RMS, rms_error
+
+from panther.nn import QuantizedLinear
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler and AVX2")
+
+# in, out, group size: size one, odd sizes, one group, a group that is cut off, halves of whole groups and others.
+SIZES = [(1, 1, 1), (7, 5, 7), (33, 17, 8), (130, 3, 64), (128, 48, 64), (96, 20, 32), (512, 9, 512), (256, 33, 16)]
+
+
+def codes_of(columns, outputs, group_size, bits):
+    generator = torch.Generator().manual_seed(columns + 10 * bits)
+    groups = -(-columns // group_size)
+    numbers = torch.randint(2**bits, (outputs, columns), generator=generator).to(torch.uint8)
+    scales = torch.rand(outputs, groups, generator=generator).to(torch.bfloat16)
+    zeros = torch.randint(2**bits, (outputs, groups), generator=generator).to(torch.uint8)
+    return QuantizedCodes(pack_codes(numbers, bits), bits, scales, zeros, group_size)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_and_weights_against_float64(bits, dtype):
+    for columns, outputs, group_size in SIZES:
+        codes = codes_of(columns, outputs, group_size, bits)
+        assert native.takes(codes, dtype)
+        exact = expanded_codes(codes, columns, torch.float64)
+        expanded = native.expand(codes, slice(0, outputs), torch.empty(outputs, columns, dtype=dtype))
+        assert torch.equal(expanded, exact.float().to(dtype))
+        part = native.expand(codes, slice(outputs // 2, outputs), torch.empty(outputs - outputs // 2, columns))
+        assert torch.equal(part, exact[outputs // 2 :].float())
+        bias = torch.randn(outputs, dtype=dtype)
+        for rows in (1, 3, 4, 11, 40):
+            x = torch.randn(columns, rows).to(dtype).mT  # not contiguous
+            y = quantized_matmul(x, QuantizedOperands(columns, codes), bias)
+            assert y.dtype is dtype
+            assert y.shape == (rows, outputs)
+            wanted = x.double() @ exact.mT + bias.double()
+            assert rms_error(y, wanted) < 4 * KERNEL_RMS[dtype]
+
+
+@needs_compiler
+def test_rows_do_not_depend_on_each_other():
+    codes, x = codes_of(256, 33, 64, 4), torch.randn(9, 256)
+    alone = torch.cat([native.product(row, codes, None) for row in x.split(1)])
+    assert torch.equal(native.product(x, codes, None), alone)
+
+
+@needs_compiler
+def test_other_operands_are_left_to_torch():
+    codes = codes_of(64, 8, 32, 4)
+    assert not native.takes(codes, torch.float64)
+    assert not native.takes(codes, torch.float16)
+    assert not native.takes(codes._replace(scales=codes.scales.float()), torch.float32)
+    assert not native.takes(codes._replace(packed=codes.packed.mT.contiguous().mT), torch.float32)
+    assert not native.takes(codes_of(64, 8, 32, 4)._replace(packed=codes.packed[:0]), torch.float32)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch, tmp_path):
+    """A process that has compiled nothing."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("PANTHER_KERNELS", raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "no-such-compiler"])
+def test_without_a_compiler_torch_multiplies_and_one_sentence_is_logged(compiler, uncompiled, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", compiler)
+    layer, x = QuantizedLinear(64, 48, 4, group_size=32), torch.randn(3, 64)
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        y = layer(x)
+        layer(x)
+    assert rms_error(y, x.double() @ layer.weight.double().mT + layer.bias.double()) < 4 * KERNEL_RMS[torch.float32]
+    (record,) = caplog.records
+    assert "without the compiled CPU kernel" in record.message
+    assert "Install a C++ compiler, or set PANTHER_KERNELS=torch" in record.message
+
+
+def test_a_folder_that_is_a_file_is_not_used(uncompiled, monkeypatch, caplog):
+    (uncompiled / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(uncompiled / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert len(caplog.records) == 1
+
+
+def test_the_setting_turns_it_off_without_a_word(uncompiled, monkeypatch, caplog):
+    monkeypatch.setenv("PANTHER_KERNELS", "torch")
+    with caplog.at_level(logging.DEBUG):
+        assert native.library() is None
+    assert not caplog.records
+    assert not list(uncompiled.iterdir())
+
+
+@needs_compiler
+def test_a_damaged_file_is_compiled_again(uncompiled):
+    compiled = native._compiled()
+    compiled.write_bytes(b"damaged")
+    assert native.library() is not None
+    assert compiled.stat().st_size > 1000
+
+
+@needs_compiler
+def test_another_processor_or_flag_has_another_file(uncompiled, monkeypatch):
+    first = native._compiled()
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    assert native._compiled() != first
+    assert len(list((uncompiled / "panther").iterdir())) == 2
+
+
+@needs_compiler
+def test_processes_compile_at_the_same_time(tmp_path):
+    code = "from panther.kernels.cpu import native; assert native.library() is not None"
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert [path.suffix for path in (tmp_path / "panther").iterdir()] == [".so"]
+
+
+@needs_compiler
+def test_a_layer_that_was_made_in_inference_mode_is_multiplied_too():
+    with torch.inference_mode():
+        layer, x = QuantizedLinear(64, 48, 4, group_size=32), torch.randn(2, 64)
+        assert native.takes(layer._operands().codes, x.dtype)
+        assert rms_error(layer(x), x.double() @ layer.weight.double().mT + layer.bias.double()) < 1e-6
+
+
+@pytest.mark.parametrize("low_rank", [0, 3])
+def test_a_compiled_graph_holds_one_operator_and_no_expanded_weight(low_rank):
+    layer = QuantizedLinear(64, 48, 4, group_size=32, low_rank=low_rank).requires_grad_(False)
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        y = torch.compile(layer, backend=record, fullgraph=True)(x)
+        assert torch.equal(y, layer(x))
+    targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.panther.quantized_product.default) == 1
+    assert not any("bitwise" in str(target) or "rshift" in str(target) for target in targets)
+    leaf = x.clone().requires_grad_()
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(leaf).square().sum().backward()
+    other = x.clone().requires_grad_()
+    layer(other).square().sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_the_source_is_installed_beside_its_module():
+    assert Path(native.__file__).with_name("quantized.cpp").exists()
