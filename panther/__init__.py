@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .nn.fusion import fuse_
     from .nn.io import load_compressed, save_compressed
     from .nn.linears import to_linears_
+    from .nn.quantized import PackReport, pack_, unpack_
     from .tuning import TuneResult, tune
 
 # PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
@@ -47,6 +48,7 @@ _FUNCTIONS_AND_CLASSES = {
     "CompressionReport": "compression",
     "HealConfig": "compression",
     "LinearizationReport": "compression",
+    "PackReport": "nn.quantized",
     "SketchConfig": "compression",
     "TuneResult": "tuning",
     "choose_parallelism_strategy": "distributed",
@@ -56,17 +58,20 @@ _FUNCTIONS_AND_CLASSES = {
     "fuse_": "nn.fusion",
     "linearize_": "compression",
     "load_compressed": "nn.io",
+    "pack_": "nn.quantized",
     "plan_parallelism": "distributed",
     "save_compressed": "nn.io",
     "sketch_layers_": "compression",
     "to_linears_": "nn.linears",
     "tune": "tuning",
+    "unpack_": "nn.quantized",
 }
 
 __all__ = [
     "CompressionReport",
     "HealConfig",
     "LinearizationReport",
+    "PackReport",
     "SketchConfig",
     "TuneResult",
     "__version__",
@@ -86,6 +91,7 @@ __all__ = [
     "load_compressed",
     "nn",
     "optim",
+    "pack_",
     "plan_parallelism",
     "save_compressed",
     "sketch",
@@ -94,6 +100,7 @@ __all__ = [
     "train",
     "tune",
     "tuning",
+    "unpack_",
 ]
 
 

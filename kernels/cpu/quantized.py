@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .._torch import int8_weight_mm
 from ..ops.quantized_operands import QuantizedCodes
-from . import native
 from ..reference.codes import MIDDLE, unpack_codes
+from . import native
 
 # Weights per block. Each thread keeps 4 MiB for a block in float32 and 2 MiB for its codes.
 _BLOCK = 1 << 20

@@ -5,7 +5,7 @@ input needs a gradient, the backward pass expands the weight again. Without grad
 kernel for 4 bits or expansion block by block serve.
 """
 
-__all__ = ["quantized_matmul", "quantized_weight"]
+__all__ = ["has_compiled_kernel", "quantized_matmul", "quantized_weight"]
 
 import math
 from collections.abc import Callable
@@ -135,6 +135,11 @@ def quantized_weight(
         return dense_weight(weight, x.dtype)
     dense = quantized.expanded(codes, weight.columns, x.dtype)
     return dense if factors is None else dense.addmm_(*wide_factors(factors, x.dtype))
+
+
+def has_compiled_kernel(codes: QuantizedCodes, dtype: torch.dtype) -> bool:
+    """Return whether the compiled kernel for CPUs multiplies inputs of a dtype by these codes."""
+    return native.takes(codes, dtype)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -323,8 +328,8 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # The product with a weight that is not trained. Autograd would keep the expanded weight of every layer from the forward
 # to the backward, in the memory of the dense model, which adapters on a quantized model should save.
 _frozen_product = define(
-    "quantized_product(Tensor x, Tensor? packed, int bits, Tensor? scales, Tensor? zeros, int group_size, Tensor? left, "
-    "Tensor? right, Tensor? factor_scales, Tensor? bias) -> Tensor",
+    "quantized_product(Tensor x, Tensor? packed, int bits, Tensor? scales, Tensor? zeros, int group_size, "
+    "Tensor? left, Tensor? right, Tensor? factor_scales, Tensor? bias) -> Tensor",
     _product,
     _fake_product,
     setup_context=_set_up_product,

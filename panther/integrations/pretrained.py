@@ -19,6 +19,7 @@ from panther.integrations.import_hook import MARKS
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, saved_manifest, weights_path
 from panther.nn.linears import expanded
+from panther.nn.quantized import pack_
 from panther.nn.quantized.state import inference_state
 from panther.nn.specs import QUANTIZATION_METHOD, is_symmetric_record
 
@@ -36,7 +37,7 @@ _IMPLEMENTATIONS = {
 _CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "device_mesh", "state_dict"}
 
 
-def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwargs: Any) -> Any:
+def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, packed: bool = False, **kwargs: Any) -> Any:
     """Load the transformers model of a folder, compressed or not, in the class that its config.json names.
 
     The folder was written by :func:`panther.save_compressed`, ``panther compress`` or ``save_pretrained``. Nothing is
@@ -52,6 +53,7 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
         expand: Whether to expand every compressed layer once, as in :func:`panther.load_compressed`: plain layers'
             speed and memory from a small file. Of a model that ``AutoModel*.from_pretrained`` loaded,
             ``model.dequantize()`` expands the layers.
+        packed: Whether to call :func:`panther.pack_` at the end, for few rows on this processor.
         **kwargs: Arguments of transformers' ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
     Returns:
@@ -82,6 +84,7 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
     require_extra("panther.integrations.transformers", "transformers")  # registers the method "panther"
     transformers: Any = require_extra("transformers", "transformers")
     check_flag("expand", expand)
+    check_flag("packed", packed)
     folder = Path(dir, kwargs.pop("subfolder", None) or "")
     if not folder.is_dir():
         raise FormatError(f"there is no folder {folder}: give one that pr.save_compressed or save_pretrained wrote")
@@ -131,7 +134,10 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, **kwar
     )  # fmt: skip
     if manifest is not None and not argument_names & _CHANGING and not with_new_sizes:
         _check_as_saved(model, manifest, folder)
-    return (expanded(model) if expand else model).eval()
+    model = expanded(model) if expand else model
+    if packed:
+        pack_(model)
+    return model.eval()
 
 
 def without_hub_kernels(config: Mapping[str, Any]) -> dict[str, None]:

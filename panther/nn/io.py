@@ -43,6 +43,7 @@ from panther.nn.attention.record import attention_as_saved, check_recorded, opti
 from panther.nn.linears import expanded
 from panther.nn.module_state import ModuleState
 from panther.nn.protocol import compressed_layers
+from panther.nn.quantized.packing import pack_
 from panther.nn.quantized.stacked import put_layer
 from panther.nn.quantized.state import inference_state
 from panther.nn.sketch_record import plain_state
@@ -191,7 +192,9 @@ def _manifest(
 
 
 @explain_keywords
-def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bool = False) -> nn.Module:
+def load_compressed(
+    dir: str | os.PathLike[str], model: nn.Module, *, expand: bool = False, packed: bool = False
+) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
 
     Modules that the folder names as sketched are replaced, as in the example of :func:`save_compressed`. All weights
@@ -209,6 +212,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
             stays small, and the model runs at the speed of plain layers, with their memory: the report of
             :func:`panther.compress` and the table of ``to_linears_`` state the bytes. While it loads, the file and the
             expanded layers are in memory together. Layers that ``to_linears_`` leaves as they are stay compressed.
+        packed: Whether to call :func:`panther.pack_` at the end, for few rows on this processor.
 
     Returns:
         ``model``, without a wrapper around the whole, with the saved layers and weights; the new layer, if the model
@@ -228,16 +232,20 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module, *, expand: bo
             f"load_compressed takes a folder and a model, in this order, not a {type(model).__name__} second"
         )
     check_flag("expand", expand)
+    check_flag("packed", packed)
     folder, model = Path(dir), unwrapped(model)
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
     manifest, state = _read_folder(folder)
     previous_state = ModuleState([model])
     try:
-        return _load_into(model, manifest, state, folder, expand)
+        loaded = _load_into(model, manifest, state, folder, expand)
     except BaseException:
         previous_state.restore()
         raise
+    if packed:
+        pack_(loaded)
+    return loaded
 
 
 def _load_into(

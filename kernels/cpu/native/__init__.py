@@ -1,10 +1,10 @@
 """Products with quantized weights in C++, compiled on first use where there is a compiler.
 
-The source has no dependency but OpenMP, whose threads are torch's. It is compiled for the processor at hand, in a second
-or two, into the folder of torch's extensions (``TORCH_EXTENSIONS_DIR``, or ``torch_extensions`` in the user's cache),
-under a name with a checksum of source, compiler and processor. A new file is complete before it gets its name, so that
-processes may compile at the same time. Without a compiler for AVX2 or AVX-512, or with ``PANTHER_KERNELS=torch``, torch
-computes all products.
+The source has no dependency but OpenMP, whose threads are torch's. It is compiled for this processor, in a second
+or two, into the folder of torch's extensions (``TORCH_EXTENSIONS_DIR``, or ``torch_extensions`` in the user's
+cache), under a name with a checksum of source, compiler and processor. A new file is complete before it gets its name,
+so that processes may compile at the same time. Without a compiler for AVX2 or AVX-512, or with
+``PANTHER_KERNELS=torch``, torch computes all products.
 """
 
 __all__ = ["expand", "library", "product", "takes"]
@@ -52,8 +52,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or error
         logging.getLogger(__name__).warning(
-            "quantized layers run without the compiled CPU kernel, several times slower for few rows: %s. Install a C++ "
-            "compiler, or set PANTHER_KERNELS=torch to run without this message",
+            "quantized layers run without the compiled CPU kernel, several times slower for few rows: %s. Install a "
+            "C++ compiler, or set PANTHER_KERNELS=torch to run without this message",
             str(output).strip().splitlines()[-1],
         )
         return None

@@ -13,8 +13,9 @@ from .embedding import QuantizedEmbedding, QuantizedEmbeddingBag
 from .experts import QuantizedExperts
 from .linear import QuantizedLinear
 from .matrix import stored_bytes
+from .packing import PackedLayer, PackReport, pack_, unpack_
 
 __all__ = [
-    "QuantizedConv2d", "QuantizedEmbedding", "QuantizedEmbeddingBag", "QuantizedExperts", "QuantizedLinear",
-    "pack_codes", "stored_bytes", "unpack_codes",
+    "PackReport", "PackedLayer", "QuantizedConv2d", "QuantizedEmbedding", "QuantizedEmbeddingBag", "QuantizedExperts",
+    "QuantizedLinear", "pack_", "pack_codes", "stored_bytes", "unpack_", "unpack_codes",
 ]  # fmt: skip
