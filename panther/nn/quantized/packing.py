@@ -61,8 +61,8 @@ class PackReport:
 def pack_(model: nn.Module, *, rows: int = 1) -> PackReport:
     """Prepare the quantized layers of a model for the processor that they are on, and say what each of them runs on.
 
-    On a CPU with AVX2 or AVX-512 and a C++ compiler, all codes are multiplied by the compiled kernel, as they are
-    stored, and there is nothing to prepare: a layer takes less time than a dense one for few rows. Without a compiler,
+    On a CPU with AVX2 or AVX-512 and a C++ compiler, the compiled kernel multiplies codes as they are stored, and there
+    is nothing to prepare: for few rows, a layer takes less time than a dense one. Without a compiler,
     layers with codes of 4 bits in bfloat16 get a second copy of their codes in the order of torch's kernel
     (:meth:`panther.nn.QuantizedLinear.hold_packed_`), if ``rows`` is at most 32. Values and files stay the same.
 
@@ -92,6 +92,9 @@ def pack_(model: nn.Module, *, rows: int = 1) -> PackReport:
 
 def unpack_(model: nn.Module) -> nn.Module:
     """Remove the copies that :func:`pack_` made, and return the model.
+
+    Args:
+        model: A module that :func:`pack_` prepared; others stay as they are.
 
     Example:
         >>> import torch, panther as pr
