@@ -137,9 +137,18 @@ def quantized_weight(
     return dense if factors is None else dense.addmm_(*wide_factors(factors, x.dtype))
 
 
-def has_compiled_kernel(codes: QuantizedCodes, dtype: torch.dtype) -> bool:
-    """Return whether the compiled kernel for CPUs multiplies inputs of a dtype by these codes."""
-    return native.takes(codes, dtype)
+def has_compiled_kernel(codes: QuantizedCodes | None = None, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether the compiled kernel for CPUs is in use, and multiplies inputs of a dtype by these codes.
+
+    Args:
+        codes: Codes of a weight; None asks for none in particular.
+        dtype: Dtype of the input.
+
+    Example:
+        >>> has_compiled_kernel() in (True, False)
+        True
+    """
+    return native.library() is not None if codes is None else native.takes(codes, dtype)
 
 
 def _is_plain(x: Tensor) -> bool:

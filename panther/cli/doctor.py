@@ -147,9 +147,10 @@ def _kernels() -> str:
     from panther import kernels
 
     try:
-        return kernels.backend()
+        name = kernels.backend()
     except (RuntimeError, ValueError) as error:
         return str(error)
+    return f"{name}; quantized products on the CPU: {'compiled' if kernels.has_compiled_kernel() else name}"
 
 
 def _version(distribution: str) -> str | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from panther._text import format_bytes
 from panther.errors import check_size
-from panther.kernels.ops.quantized import has_compiled_kernel
+from panther.kernels import has_compiled_kernel
 from panther.nn.quantized.linear import QuantizedLinear
 from panther.nn.quantized.matrix import QuantizedMatrix
 from panther.nn.sketch_record import has_values
