@@ -335,7 +335,7 @@ def sketch_layers_(
     exclude: Selector | Sequence[Selector] | None = None,
     seed: int | None = None,
 ) -> CompressionReport:
-    """Replace layers by sketched or low-rank ones of one size, without data, in place.
+    """Replace layers by sketched ones, or by low-rank ones with ``init="svd"``, of one size, without data, in place.
 
     This is for models that will be trained afterwards; :func:`compress` preserves the outputs of a trained model.
 
@@ -364,7 +364,7 @@ def sketch_layers_(
         ...     model, pr.SketchConfig(num_terms=1, low_rank=16)
         ... )
         >>> type(model[0]).__name__, report.skipped[0].name
-        ('LowRankLinear', '2')
+        ('SKLinear', '2')
     """
     check_model(model)
     check_adapters(model)

@@ -43,10 +43,10 @@ class SketchConfig(Settings):
     num_terms: int = 1
     """Terms L of each layer."""
     low_rank: int
-    """Rank k of each half of a term; the layer has rank ``2 num_terms low_rank``."""
-    init: Literal["svd", "lstsq", "random"] = "svd"
+    """Rank k of each half of a term; the weight has rank ``2 num_terms low_rank``."""
+    init: Literal["lstsq", "random", "svd"] = "lstsq"
     """``"lstsq"`` or ``"random"``, as for :meth:`panther.nn.SKLinear.from_linear`; or ``"svd"``, for a
-    :class:`panther.nn.LowRankLinear` of this rank."""
+    :class:`panther.nn.LowRankLinear` of this rank in place of a sketched layer."""
 
     def __post_init__(self) -> None:
         """Check the values."""

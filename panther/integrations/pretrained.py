@@ -79,7 +79,7 @@ def from_pretrained(dir: str | os.PathLike[str], *, expand: bool = False, packed
         >>> type(
         ...     pr.from_pretrained(folder).encoder.layer[0].intermediate.dense
         ... ).__name__
-        'LowRankLinear'
+        'SKLinear'
     """
     require_extra("panther.integrations.transformers", "transformers")  # registers the method "panther"
     transformers: Any = require_extra("transformers", "transformers")

@@ -95,7 +95,7 @@ def test_shapes_and_what_is_trained(net, capsys, tmp_path):
     assert [line.split() for line in str(tree(model)).splitlines()[2:3]] == [
         ["0", "Linear", "weight", "30x40,", "bias", "30", "1,230", "no", "4.92", "kB"]
     ]
-    pr.sketch_layers_(model, pr.compression.SketchConfig(low_rank=2), include=["2.0"])
+    pr.sketch_layers_(model, pr.compression.SketchConfig(low_rank=2, init="svd"), include=["2.0"])
     pr.save_compressed(model, tmp_path / "small")
     assert "down 30x4" in rows(capsys, "small")["2.0"]["shapes"]
 

@@ -320,11 +320,15 @@ def test_sketch_layers():
     assert report.eligible_bytes_after == 4 * 4 * (144 + 192 + 144 + 72)
     model = network()
     pr.sketch_layers_(model, pr.SketchConfig(low_rank=4), exclude=lambda module, name: name == "2")
-    assert type(model[2]) is nn.Linear
-    report = pr.sketch_layers_(network(), pr.SketchConfig(low_rank=10))
+    assert [type(model[index]) for index in (0, 2)] == [SKLinear, nn.Linear]
+    assert model[0].low_rank == 4
+    report = pr.sketch_layers_(model, pr.SketchConfig(low_rank=4, init="svd"))
+    assert type(model[2]) is LowRankLinear
+    assert model[2].rank == report.layers[0].rank == 8
+    report = pr.sketch_layers_(network(), pr.SketchConfig(low_rank=10, init="svd"))
     assert [entry.reason.partition(":")[0] for entry in report.skipped] == ["would not shrink"]
     with pytest.raises(CompressionError, match="no layer to compress: '0' would not shrink"):
-        pr.sketch_layers_(network(), pr.SketchConfig(low_rank=64))
+        pr.sketch_layers_(network(), pr.SketchConfig(low_rank=128))
     with pytest.raises(ConfigError, match=r"by name: write SketchConfig\(num_terms=1, low_rank=16\)"):
         pr.SketchConfig(1, 16)
     with pytest.raises(ConfigError, match="'rank' is not a setting of SketchConfig: did you mean 'low_rank'"):

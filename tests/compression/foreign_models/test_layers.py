@@ -148,7 +148,7 @@ def test_compiled_blocks_and_layers(method):
         x = inputs()[0]
         torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
     sketched = model(lambda block: torch.compile(block, backend="eager"))
-    pr.sketch_layers_(sketched, pr.SketchConfig(low_rank=2), seed=1)
+    pr.sketch_layers_(sketched, pr.SketchConfig(low_rank=2, init="svd"), seed=1)
     sketched[0](x).sum().backward()
     assert sketched[0]._orig_mod.down.grad is not None
 
