@@ -230,9 +230,3 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a table of settings")
     return settings
-
-
-def asks_for_text(name: str) -> bool:
-    """Return whether a setting is, or may be, a string; the command line then does not parse it."""
-    kind, _ = kinds(TrainConfig).get(name, (None, False))
-    return kind is str
