@@ -313,24 +313,23 @@ def _fake_product(
 
 def _set_up_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, bits, scales, zeros, group_size, left, right, factor_scales, bias = inputs
-    ctx.save_for_backward(packed, scales, zeros, left, right, factor_scales)
-    ctx.form = x.shape[-1], bits, group_size, None if bias is None else bias.dtype
+    # As an attribute, since code that moves saved tensors away from a device, or counts them, must not see the weight.
+    ctx.weight = _joined(x.shape[-1], packed, bits, scales, zeros, group_size, left, right, factor_scales)
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of input and bias; the weight is expanded again, and not kept for all layers at once."""
-    packed, scales, zeros, *factors = ctx.saved_tensors
-    columns, bits, group_size, bias_dtype = ctx.form
-    weight, at_input, at_bias = _joined(columns, packed, bits, scales, zeros, group_size, *factors), None, None
+    weight, at_input, at_bias = ctx.weight, None, None
     if ctx.needs_input_grad[0]:
         if weight.codes is not None:
-            at_input = grad @ expanded_codes(weight.codes, columns, grad.dtype)
+            at_input = grad @ expanded_codes(weight.codes, weight.columns, grad.dtype)
         if weight.factors is not None:
             wide_left, wide_right = wide_factors(weight.factors, grad.dtype)
             correction = (grad @ wide_left) @ wide_right
             at_input = correction if at_input is None else at_input + correction
     if ctx.needs_input_grad[9]:
-        at_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=bias_dtype)
+        at_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
     return at_input, *(None,) * 8, at_bias
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from panther._settings import kinds
 from panther.distributed.parallelize.config import ParallelismSettings
 from panther.distributed.parallelize.rules import check_rules
 from panther.errors import ConfigError

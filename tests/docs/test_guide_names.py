@@ -109,7 +109,7 @@ SETTINGS = {
     "TensorFlowDistributedTrainer": lambda: adapter("keras", "SKDense"),
     "Accelerator": lambda: (HOWTO / "scripts/train_accelerate.py").exists(),
     "run_ddp_simulation": lambda: runs("simulate", "--help"),
-    "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "compare"),
+    "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "ddp"),
     "MXNet": lambda: "**MXNet** is not offered" in (HOWTO / "migrate-ddp.rst").read_text(),
 }
 # What people type who know the guides, torch or another trainer, and what the error names.
@@ -140,7 +140,7 @@ MISSING = {
     "destroy_process_group": "panther.distributed.shutdown",
     "run_ddp_simulation": "panther simulate",
     "explain_ddp_concepts": "panther explain ranks",
-    "compare_ddp_vs_single": "panther explain compare",
+    "compare_ddp_vs_single": "panther explain ddp",
     "checkpoint_scope": "activation_checkpointing",
     "memory_pool_scope": "by itself",
     "train_ddp": "panther.train.Trainer",
