@@ -11,6 +11,7 @@ __all__ = ["METHODS", "Pair", "with_layers"]
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def with_layers(build: Builder, fraction: float, task: OptimizerTask) -> nn.Modu
 
 
 @torch.no_grad()
-def _match_outputs(layer: nn.Module, dense: nn.Linear) -> None:
+def _match_outputs(layer: Any, dense: nn.Linear) -> None:
     """Multiply the factors so that outputs have the size of the dense layer's; biases begin as the dense layer's."""
     factors = [p for p in layer.parameters() if p.ndim > 1]
     x = torch.randn(256, dense.in_features)

@@ -98,8 +98,8 @@ def quantized_matmul(
     is_frozen = not rounds_input and not (torch.is_grad_enabled() and _is_weight_trained(weight))
     if is_frozen and ((is_compiled and _is_strided(x)) or (_is_plain(x) and x.requires_grad)):
         codes, factors = weight.codes, weight.factors
-        of_codes = (None, 0, None, None, 0) if codes is None else tuple(codes)
-        of_factors = (None, None, None) if factors is None else tuple(factors)
+        of_codes: Any = (None, 0, None, None, 0) if codes is None else codes
+        of_factors: Any = (None, None, None) if factors is None else factors
         return _frozen_product(x, *of_codes, *of_factors, bias)
     return _by_expansion(x, weight, bias, rounds_input)
 

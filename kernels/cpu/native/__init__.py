@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ _TIMEOUT_S = 300
 _FEW_ROWS = 16  # With more rows, a product with expanded blocks of the weight is faster.
 _DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_WEIGHT = [_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, ctypes.c_int]
+_WEIGHT: tuple[Any, ...] = (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, ctypes.c_int)
 
 
 @lru_cache(maxsize=1)

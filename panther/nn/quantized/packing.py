@@ -123,8 +123,8 @@ def _packed(name: str, layer: QuantizedMatrix, rows: int) -> PackedLayer:
     assert codes is not None  # because bits is not None
     if has_values(codes.packed) and has_compiled_kernel(codes, dtype):
         return PackedLayer(name, COMPILED, stored, 0)
-    can_copy = isinstance(layer, QuantizedLinear) and dtype is torch.bfloat16 and rows <= _TORCH_KERNEL_ROWS
-    if can_copy and codes.packed.is_cpu and layer.why_not_packed() is None:
+    is_small = dtype is torch.bfloat16 and rows <= _TORCH_KERNEL_ROWS and codes.packed.is_cpu
+    if is_small and isinstance(layer, QuantizedLinear) and layer.why_not_packed() is None:
         layer.hold_packed_()
         return PackedLayer(name, TORCH_KERNEL, stored, codes.packed.nbytes)
     return PackedLayer(name, BLOCKS, stored, 0)
