@@ -100,7 +100,8 @@ def quantized_matmul(
         codes, factors = weight.codes, weight.factors
         of_codes: Any = (None, 0, None, None, 0) if codes is None else codes
         of_factors: Any = (None, None, None) if factors is None else factors
-        return _frozen_product(x, *of_codes, *of_factors, bias)
+        operands: Any = x, *of_codes, *of_factors, bias
+        return _frozen_product(*operands)
     return _by_expansion(x, weight, bias, rounds_input)
 
 
