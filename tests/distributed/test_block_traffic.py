@@ -85,20 +85,17 @@ BYTES = {
         A_ROW * 2 * R * (3 + 2 + 4) // 2,
         A_ROW * 2 * R * (3 + 2 + 1) + NUMBER * (5 * WIDTH * R + 2 * WIDTH * (R + 1)),
     ),
-    # The packed projection's gradient, of which each rank has its heads' rows.
-    ("encoder", "dense"): (2 * A_ROW * WIDTH, 2 * A_ROW * WIDTH + NUMBER * 3 * WIDTH * (WIDTH + 1)),
-    ("encoder", "sketched"): (
-        A_ROW * (WIDTH + 2 * R),
-        A_ROW * (WIDTH + 2 * R) + NUMBER * 3 * WIDTH * (WIDTH + 1),
-    ),
+    # The attention of an encoder is replicated.
+    ("encoder", "dense"): (A_ROW * WIDTH, A_ROW * WIDTH),
+    ("encoder", "sketched"): (A_ROW * 2 * R, A_ROW * 2 * R),
 }
 CALLS = {
     ("block", "dense"): (2, 2),  # was (2, 5)
     ("block", "sketched"): (2, 5),
     ("sequence", "dense"): (6, 4),  # was (12, 9); two of the six exchange shapes
     ("sequence", "sketched"): (12, 14),  # five of the twelve exchange shapes
-    ("encoder", "dense"): (2, 3),  # was (2, 8)
-    ("encoder", "sketched"): (2, 3),  # was (2, 8)
+    ("encoder", "dense"): (1, 1),
+    ("encoder", "sketched"): (1, 1),
 }
 
 

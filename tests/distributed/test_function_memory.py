@@ -122,7 +122,7 @@ FUNCTIONS = {
     "FoldedProduct": folded,
     "Differentiable": direct,
     "InnerProduct and OuterProduct": halves,
-    "_FrozenProduct": quantized,
+    "quantized_product": quantized,
     "_Product": sketch,
     "Tap": tap,
     "_Collective": lambda: lambda x: collectives._Collective.apply(x, collectives._view, collectives._view),
@@ -150,8 +150,9 @@ def test_every_autograd_function_has_a_case():
     assert functions - cases == {"Alias"}  # which saves nothing: it is a name for the memory of its input
     assert {"JoinedProduct", "_Product"} <= functions
     assert attentions == len(ATTENTIONS)
-    # define_attention makes the backward pass an operator too, for derivatives of second order; csr_matmul refuses.
-    assert operators == len(OPERATORS) + 2 + 1
+    # Beside quantized_product, define_attention makes the backward pass an operator too, for derivatives of second
+    # order; csr_matmul refuses.
+    assert operators == len(OPERATORS) + 1 + 2 + 1
 
 
 def nodes_of(tensor):

@@ -14,7 +14,7 @@ Parameters are DTensors, so that checkpoints and gradient norms see the full ten
 
 __all__ = [
     "ColwiseLinear", "ColwiseLowRankLinear", "ColwiseSKLinear", "Layouts", "RowwiseLinear", "RowwiseLowRankLinear",
-    "RowwiseSKLinear", "ShardedLayer", "VocabularyEmbedding", "shard_layer_",
+    "RowwiseSKLinear", "ShardedLayer", "SharedInput", "VocabularyEmbedding", "shard_layer_", "share_input_",
 ]  # fmt: skip
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from panther._torch import parameters_of
+from panther._torch import parameters_of, version_of
 from panther.distributed.comm.collectives import all_gather, all_reduce, on_first_rank, reduce_scatter, sum_in_backward
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._module import (
@@ -37,6 +37,7 @@ from panther.distributed.tensor._module import (
     shard_parameter_,
     unflattened,
 )
+from panther.distributed.tensor.unshard import remember_
 from panther.errors import ShapeError
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
@@ -125,16 +126,57 @@ class ShardedLayer(ShardedModule):
     layer, because each rank then uses them for a part of the sequence."""
 
 
+class SharedInput:
+    """The input of dense layers that are called one after another with the same tensor, such as q, k and v.
+
+    All of them get one copy of it, so that autograd adds their gradients before the sum over the ranks.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers, self._num_left = num_layers, 0
+        self._input: Tensor | None = None
+        self._key: tuple[int, int | None] | None = None
+        self._result: Tensor | None = None
+
+    def take(self, input: Tensor, layouts: Layouts) -> Tensor:
+        """Return the input on every rank; the gradient is summed over the ranks."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or input.is_inference():
+            return layouts.gather_or_sum_in_backward(layouts.take(input))
+        result, key = self._result, (version_of(input), layouts.input_dim)
+        if result is None or self._input is not input or self._key != key:
+            result = layouts.gather_or_sum_in_backward(layouts.take(input))
+            self._input, self._key, self._result, self._num_left = input, key, result, self._num_layers
+        self._num_left -= 1
+        if not self._num_left:
+            self._input = self._result = None
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without tensors, so that copies of the layers have none."""
+        return vars(SharedInput(self._num_layers))
+
+
+def share_input_(block: nn.Module) -> None:
+    """Let the dense layers of a block whose outputs are sharded share their input."""
+    layers = [layer for layer in block.children() if isinstance(layer, ColwiseLinear)]
+    if len(layers) > 1 and not isinstance(block, nn.Sequential | nn.ModuleList):
+        shared = SharedInput(len(layers))
+        for layer in layers:
+            remember_(layer, ("shared_input",))
+            layer.shared_input = shared
+
+
 class ColwiseLinear(ShardedLayer, nn.Linear):
     """A dense layer whose outputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
     action = "outputs sharded"
     size_name = "out_features"
+    shared_input: SharedInput | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        x = self.layouts.gather_or_sum_in_backward(self.layouts.take(input))
+        x = (self.shared_input or SharedInput(1)).take(input, self.layouts)
         y = unflattened(F.linear(flattened(x), *self.locals("weight", "bias")), x)
         return self.layouts.give_columns(y)
 

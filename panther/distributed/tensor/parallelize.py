@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
 from panther.distributed.sync.replicas import broadcast_model, built, warn_of_pickled_shards
+from panther.distributed.tensor._linear import share_input_
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor.sharding_plan import (
     ModulePlan,
@@ -80,7 +81,8 @@ def tensor_parallel(
     - pairs of linear layers, sketched or dense, with only elementwise functions between them: neighbours in an
       nn.Sequential, and the feed-forward blocks of torch's transformer layers and of transformers' common classes.
       The outputs of the first layer and the inputs of the second one are sharded, split as by :func:`torch.chunk`, so
-      that one sum is sent for each pair;
+      that one sum is sent for each pair. Dense layers with the same input, such as the projections of queries, keys
+      and values, share a collective;
     - embeddings of 4096 rows or more, and linear layers without a partner that have 4096 outputs or more and more than
       four times as many outputs as inputs; these outputs are gathered. Weights that such layers share stay shared.
 
@@ -184,6 +186,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
         elif entry.style is not None:
             parallelize_module(module, mesh, entry.style)
     for module in model.modules():
+        share_input_(module)
         if isinstance(module, nn.TransformerEncoder):  # DTensor and the collectives do not take nested tensors
             remember_(module, use_nested_tensor=module.use_nested_tensor)
             module.use_nested_tensor = False

@@ -2,7 +2,7 @@
 
 Layers are sharded in pairs (M. Shoeybi et al., 2019, arXiv:1909.08053): column-wise, then row-wise, so that nothing is
 sent between the two. Each layer has one collective in a forward and backward pass: a sketched layer sends 2R numbers
-per row, and a dense layer its full width.
+per row, and a dense layer its full width. Dense layers with the same input share a collective.
 """
 
 __all__ = ["ColwiseSKParallel", "HeadwiseParallel", "PantherStyle", "RowwiseSKParallel"]
