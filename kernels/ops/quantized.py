@@ -269,8 +269,7 @@ def _by_blocks(
     rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), weight.columns)
     codes, output = weight.codes, None
     if codes is not None:
-        is_compiled = native.takes(codes, rows.dtype)
-        if packed_codes is not None and not is_compiled and PackedCodes.is_best_for(rows, codes):
+        if packed_codes is not None and not native.takes(codes, rows.dtype) and PackedCodes.is_best_for(rows, codes):
             output = packed_codes(codes).product(rows, bias)
         else:
             output = quantized.blockwise_matmul(rows, codes, bias)

@@ -414,7 +414,7 @@ class SKLinear(LinearGeometry, SketchedModule):
     def _draw_matrix(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.sketch == "signs":
             return super()._draw_matrix(name, dtype=dtype, device=device)
-        sketch = dense_sketch(self._draw_signs(f"{name}_signs", dtype=dtype, device=device), len(self.S2))
+        sketch = dense_sketch(self._draw_signs(f"{name}_signs", dtype=dtype, device=device), self.inner_rank // 2)
         return sketch.mT if name == "U1" else sketch
 
     def draw_sketch(self, name: str) -> Tensor:
@@ -439,7 +439,7 @@ class SKLinear(LinearGeometry, SketchedModule):
         """Return U1 (R, out) and U2 (in, R) as numbers."""
         self.check_writes()
         if self.sketch == "sparse":
-            rank, names = len(self.S2), self.sketch_names
+            rank, names = self.inner_rank // 2, self.sketch_names  # DeepSpeed empties S1 and S2 between calls
             U1, U2 = (dense_sketch(getattr(self, name), rank, self._features_of(name).start) for name in names)
             return U1.mT.contiguous(), U2
         if not self.packed:

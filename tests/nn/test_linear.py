@@ -263,3 +263,12 @@ def test_extra_repr():
     assert repr(SKLinear(64, 48, 2, 3, seed=5)) == f"{expected}, sketch='sparse')"
     assert repr(SKLinear(64, 48, 2, 3, sketch="signs", seed=5)) == f"{expected})"
     assert "fitted" in repr(with_stored_sketches(SKLinear(64, 48, 2, 3)))
+
+
+def test_sparse_sketches_are_read_while_factors_are_emptied():
+    """DeepSpeed's stage 3 holds parameters of no entries between calls."""
+    layer = SKLinear(12, 8, 3, seed=1)
+    U1, U2 = layer.U1, layer.U2
+    layer.S1.data, layer.S2.data = torch.empty(0), torch.empty(0)
+    assert torch.equal(layer.U1, U1)
+    assert torch.equal(layer.U2, U2)

@@ -66,10 +66,10 @@ def library() -> ctypes.CDLL | None:
 
 def takes(codes: QuantizedCodes, dtype: torch.dtype) -> bool:
     """Return whether the compiled functions are there and take these codes, for an input of this dtype on the CPU."""
-    tensors = codes.packed, codes.scales, codes.zeros
-    if dtype not in _DTYPES or codes.scales.dtype is not torch.bfloat16 or not codes.packed.numel():
+    packed, _, scales, zeros, _ = codes
+    if not (packed.is_cpu and dtype in _DTYPES and scales.dtype is torch.bfloat16 and packed.numel()):
         return False
-    return all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors) and library() is not None
+    return packed.is_contiguous() and scales.is_contiguous() and zeros.is_contiguous() and library() is not None
 
 
 def product(x: Tensor, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:  # (n, in) -> (n, out)

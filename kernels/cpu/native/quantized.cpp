@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -20,6 +21,13 @@ inline Floats all(float number) { return _mm512_set1_ps(number); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
 inline Ints high_halves(Ints numbers) { return _mm512_srli_epi32(numbers, 4); }
+inline Ints no_bits() { return _mm512_setzero_si512(); }
+inline Ints bits_at(Ints numbers, int place, int mask) {
+  return _mm512_and_si512(_mm512_srl_epi32(numbers, _mm_cvtsi32_si128(place)), _mm512_set1_epi32(mask));
+}
+inline Ints with_bits(Ints numbers, Ints bits, int place) {
+  return _mm512_or_si512(numbers, _mm512_slli_epi32(bits, place));
+}
 inline Ints load_codes(const uint8_t* codes, __m128i flips = _mm_setzero_si128()) {
   return _mm512_cvtepu8_epi32(_mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), flips));
 }
@@ -46,6 +54,13 @@ inline Floats all(float number) { return _mm256_set1_ps(number); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats as_floats(Ints numbers) { return _mm256_cvtepi32_ps(numbers); }
 inline Ints high_halves(Ints numbers) { return _mm256_srli_epi32(numbers, 4); }
+inline Ints no_bits() { return _mm256_setzero_si256(); }
+inline Ints bits_at(Ints numbers, int place, int mask) {
+  return _mm256_and_si256(_mm256_srl_epi32(numbers, _mm_cvtsi32_si128(place)), _mm256_set1_epi32(mask));
+}
+inline Ints with_bits(Ints numbers, Ints bits, int place) {
+  return _mm256_or_si256(numbers, _mm256_slli_epi32(bits, place));
+}
 inline Ints load_codes(const uint8_t* codes, __m128i flips = _mm_setzero_si128()) {
   return _mm256_cvtepu8_epi32(_mm_xor_si128(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)), flips));
 }
@@ -89,50 +104,83 @@ struct Weight {
   int64_t groups() const { return (inputs + group_size - 1) / group_size; }
   float scale(int64_t row, int64_t group) const { return from_bfloat16(scales[row * groups() + group]); }
   float zero(int64_t row, int64_t group) const { return zeros[row * groups() + group]; }
-  uint8_t flips() const { return bits == 8 ? 128 : 0; }
   int64_t part_bytes(int64_t width) const { return (inputs * width + 7) / 8; }
   const uint8_t* row(int64_t row) const {
     int64_t bytes = 0;
     for (int64_t width = 1; width <= 8; width *= 2) bytes += bits & width ? part_bytes(width) : 0;
     return packed + row * bytes;
   }
-  // Whether each half of a row of 4 bits has whole groups of as many columns as loops take at once.
-  bool has_whole_halves() const {
-    return bits == 4 && group_size % LANES == 0 && inputs % (2 * group_size) == 0;
+  // Whether readers take whole vectors of every part, each of one group.
+  bool has_whole_vectors() const {
+    return inputs % (8 * LANES) == 0 && (group_size % (2 * LANES) == 0 || group_size >= inputs);
+  }
+  bool has_whole_halves() const { return bits == 4 && has_whole_vectors() && inputs % (2 * group_size) == 0; }
+};
+
+// The codes of a row as numbers from 0 to 2^bits - 1, one after the other, for any sizes.
+void unpack(const Weight& weight, int64_t row, uint8_t* codes) {
+  const uint8_t* bytes = weight.row(row);
+  std::fill(codes, codes + weight.inputs, weight.bits == 8 ? 128 : 0);
+  for (int width = 8, shift = 0; width; width /= 2) {
+    if (!(weight.bits & width)) continue;
+    const int64_t length = weight.part_bytes(width);
+    for (int64_t k = 0; k < weight.inputs; ++k) {
+      const int part = (bytes[k % length] >> (k / length * width)) & ((1 << width) - 1);
+      codes[k] ^= static_cast<uint8_t>(part << shift);
+    }
+    bytes += length, shift += width;
+  }
+}
+
+// Reads a part of WIDTH bits of the codes of a row, LANES columns at a time. Byte k has those of columns k, n + k,
+// 2 n + k, ..., from the low bits up.
+template <int WIDTH>
+struct PartReader {
+  const uint8_t* bytes;
+  int64_t length, offset = 0;
+  int place = 0;
+
+  PartReader(const Weight& weight, const uint8_t*& next) : bytes(next), length(weight.part_bytes(WIDTH)) {
+    next += length;
+  }
+
+  Ints take() {
+    const Ints part = bits_at(load_codes(bytes + offset), place, (1 << WIDTH) - 1);
+    offset += LANES;
+    if (offset == length) offset = 0, place += WIDTH;
+    return part;
   }
 };
 
-// A part of WIDTH bits of the codes of a row. Byte k has those of columns k, n + k, 2 n + k, ..., from the low bits up.
-template <int WIDTH, bool IS_FIRST>
-void unpack_part(const uint8_t* __restrict bytes, int64_t length, int64_t inputs, int shift, uint8_t* codes) {
-  for (int place = 0; place < 8 / WIDTH; ++place) {
-    uint8_t* __restrict run = codes + place * length;
-    const int64_t count = std::min(length, inputs - place * length);
-    for (int64_t k = 0; k < count; ++k) {
-      const uint8_t part = (bytes[k] >> (place * WIDTH)) & ((1 << WIDTH) - 1);
-      run[k] = IS_FIRST ? part : static_cast<uint8_t>(run[k] | (part << shift));
-    }
-  }
-}
+// Reads the codes of a row, LANES columns at a time, if all sizes are multiples of these.
+template <int BITS>
+struct RowReader {
+  const uint8_t* next;
+  PartReader<4> quads;
+  PartReader<2> pairs;
+  PartReader<1> singles;
 
-// The codes of a row, one a byte, in `codes`; those of 8 bits where they are, with their highest bit flipped.
-const uint8_t* unpack(const Weight& weight, int64_t row, uint8_t* __restrict codes) {
-  const uint8_t* bytes = weight.row(row);
-  const int64_t inputs = weight.inputs, quads = weight.part_bytes(4), pairs = weight.part_bytes(2);
-  int shift = 0;
-  if (weight.bits == 8) return bytes;
-  if (weight.bits & 4) {
-    unpack_part<4, true>(bytes, quads, inputs, 0, codes);
-    bytes += quads, shift = 4;
+  RowReader(const Weight& weight, int64_t row)
+      : next(weight.row(row)), quads(part<4>(weight)), pairs(part<2>(weight)), singles(part<1>(weight)) {}
+
+  template <int WIDTH>
+  PartReader<WIDTH> part(const Weight& weight) {
+    const uint8_t* unused = next;
+    return PartReader<WIDTH>(weight, BITS & WIDTH ? next : unused);
   }
-  if (weight.bits & 2) {
-    if (shift) unpack_part<2, false>(bytes, pairs, inputs, shift, codes);
-    else unpack_part<2, true>(bytes, pairs, inputs, 0, codes);
-    bytes += pairs, shift += 2;
+
+  Ints take() {
+    if constexpr (BITS == 8) {
+      next += LANES;
+      return load_codes(next - LANES, _mm_set1_epi8(-128));
+    }
+    Ints codes = no_bits();
+    if constexpr ((BITS & 4) != 0) codes = quads.take();
+    if constexpr ((BITS & 2) != 0) codes = with_bits(codes, pairs.take(), BITS & 4);
+    if constexpr ((BITS & 1) != 0) codes = with_bits(codes, singles.take(), BITS & 6);
+    return codes;
   }
-  if (weight.bits & 1) unpack_part<1, false>(bytes, weight.part_bytes(1), inputs, shift, codes);
-  return codes;
-}
+};
 
 // The numbers of a group, scale * (code - zero).
 struct Grid {
@@ -160,7 +208,6 @@ struct SmallGrid {
 template <int ROWS>
 void multiply_row(const Weight& weight, int64_t row, const uint8_t* __restrict codes, const float* __restrict x,
                   float* __restrict products) {
-  const __m128i flips = _mm_set1_epi8(static_cast<char>(weight.flips()));
   Floats sums[ROWS][2];
   for (auto& pair : sums) pair[0] = pair[1] = all(0);
   float rests[ROWS] = {};
@@ -169,15 +216,34 @@ void multiply_row(const Weight& weight, int64_t row, const uint8_t* __restrict c
     const int64_t end = std::min(k + weight.group_size, weight.inputs);
     for (; k + 2 * LANES <= end; k += 2 * LANES) {
       for (int half = 0; half < 2; ++half) {
-        const Floats numbers = grid(load_codes(codes + k + half * LANES, flips));
+        const Floats numbers = grid(load_codes(codes + k + half * LANES));
         for (int r = 0; r < ROWS; ++r)
           sums[r][half] = multiply_add(numbers, load(x + r * weight.inputs + k + half * LANES), sums[r][half]);
       }
     }
     for (; k < end; ++k)
-      for (int r = 0; r < ROWS; ++r) rests[r] += grid(codes[k] ^ weight.flips()) * x[r * weight.inputs + k];
+      for (int r = 0; r < ROWS; ++r) rests[r] += grid(codes[k]) * x[r * weight.inputs + k];
   }
   for (int r = 0; r < ROWS; ++r) products[r] = rests[r] + sum_of(sums[r][0]) + sum_of(sums[r][1]);
+}
+
+// The same from the bytes of a row.
+template <int BITS, int ROWS>
+void multiply_bytes(const Weight& weight, int64_t row, const float* __restrict x, float* __restrict products) {
+  RowReader<BITS> reader(weight, row);
+  Floats sums[ROWS][2];
+  for (auto& pair : sums) pair[0] = pair[1] = all(0);
+  for (int64_t group = 0, k = 0; k < weight.inputs; ++group) {
+    const Grid grid(weight, row, group);
+    for (const int64_t end = std::min(k + weight.group_size, weight.inputs); k < end; k += 2 * LANES) {
+      for (int half = 0; half < 2; ++half) {
+        const Floats numbers = grid(reader.take());
+        for (int r = 0; r < ROWS; ++r)
+          sums[r][half] = multiply_add(numbers, load(x + r * weight.inputs + k + half * LANES), sums[r][half]);
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) products[r] = sum_of(sums[r][0]) + sum_of(sums[r][1]);
 }
 
 // The same from bytes with two codes of 4 bits.
@@ -200,29 +266,49 @@ void multiply_halves(const Weight& weight, int64_t row, const float* __restrict 
   for (int r = 0; r < ROWS; ++r) products[r] = sum_of(sums[r][0]) + sum_of(sums[r][1]);
 }
 
-// A row of the weight, in float32 or bfloat16; `codes` is memory for a row of them.
-template <class Number>
-void expand_row(const Weight& weight, int64_t row, uint8_t* codes, Number* __restrict numbers) {
-  if (weight.has_whole_halves()) {
-    const int64_t half = weight.inputs / 2, groups = half / weight.group_size;
-    const uint8_t* __restrict bytes = weight.row(row);
-    for (int64_t group = 0, k = 0; group < groups; ++group) {
-      const SmallGrid low{Grid(weight, row, group)}, high{Grid(weight, row, groups + group)};
-      for (const int64_t end = k + weight.group_size; k < end; k += LANES) {
-        const Ints pairs = load_codes(bytes + k);
-        store(numbers + k, low(pairs));
-        store(numbers + half + k, high(high_halves(pairs)));
-      }
-    }
-    return;
-  }
-  const uint8_t* __restrict unpacked = unpack(weight, row, codes);
-  const __m128i flips = _mm_set1_epi8(static_cast<char>(weight.flips()));
+// A row of the weight, in float32 or bfloat16, from its bytes.
+template <int BITS, class Number>
+void expand_bytes(const Weight& weight, int64_t row, Number* __restrict numbers) {
+  RowReader<BITS> reader(weight, row);
   for (int64_t group = 0, k = 0; k < weight.inputs; ++group) {
     const Grid grid(weight, row, group);
-    const int64_t end = std::min(k + weight.group_size, weight.inputs);
-    for (; k + LANES <= end; k += LANES) store(numbers + k, grid(load_codes(unpacked + k, flips)));
-    for (; k < end; ++k) store_one(numbers + k, grid(unpacked[k] ^ weight.flips()));
+    for (const int64_t end = std::min(k + weight.group_size, weight.inputs); k < end; k += LANES)
+      store(numbers + k, grid(reader.take()));
+  }
+}
+
+// Calls a function template for the number of bits of a weight.
+template <class Call>
+void with_bits_of(const Weight& weight, Call call) {
+  switch (weight.bits) {
+    case 2: return call(std::integral_constant<int, 2>());
+    case 3: return call(std::integral_constant<int, 3>());
+    case 4: return call(std::integral_constant<int, 4>());
+    case 5: return call(std::integral_constant<int, 5>());
+    case 6: return call(std::integral_constant<int, 6>());
+    case 7: return call(std::integral_constant<int, 7>());
+    default: return call(std::integral_constant<int, 8>());
+  }
+}
+
+// The products of a row of the weight with ROWS rows of x; `codes` is the unpacked row where sizes do not fill vectors.
+template <int ROWS>
+void multiply(const Weight& weight, int64_t row, const uint8_t* codes, const float* x, float* products) {
+  if (!weight.has_whole_vectors()) return multiply_row<ROWS>(weight, row, codes, x, products);
+  if (weight.has_whole_halves()) return multiply_halves<ROWS>(weight, row, x, products);
+  with_bits_of(weight, [&](auto bits) { multiply_bytes<decltype(bits)::value, ROWS>(weight, row, x, products); });
+}
+
+// A row of the weight, in float32 or bfloat16; `codes` is memory for a row of codes.
+template <class Number>
+void expand(const Weight& weight, int64_t row, uint8_t* codes, Number* numbers) {
+  if (weight.has_whole_vectors())
+    return with_bits_of(weight, [&](auto bits) { expand_bytes<decltype(bits)::value>(weight, row, numbers); });
+  unpack(weight, row, codes);
+  for (int64_t group = 0, k = 0; k < weight.inputs; ++group) {
+    const Grid grid(weight, row, group);
+    for (const int64_t end = std::min(k + weight.group_size, weight.inputs); k < end; ++k)
+      store_one(numbers + k, grid(codes[k]));
   }
 }
 
@@ -237,23 +323,18 @@ void panther_product(const uint8_t* packed, const uint16_t* scales, const uint8_
                      int64_t outputs, int64_t group_size, int threads, const float* x, int64_t rows, const float* bias,
                      float* y) {
   const Weight weight{packed, scales, zeros, bits, inputs, outputs, group_size};
-  const bool has_halves = weight.has_whole_halves();
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<uint8_t> codes(has_halves ? 0 : inputs);
+    std::vector<uint8_t> codes(inputs);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < outputs; ++row) {
-      const uint8_t* unpacked = has_halves ? nullptr : unpack(weight, row, codes.data());
-      for (int64_t r = 0; r < rows;) {
-        const bool is_block = rows - r >= BLOCK;
-        const float* part = x + r * inputs;
+      if (!weight.has_whole_vectors()) unpack(weight, row, codes.data());
+      for (int64_t r = 0, step; r < rows; r += step) {
         float products[BLOCK];
-        if (has_halves && is_block) multiply_halves<BLOCK>(weight, row, part, products);
-        else if (has_halves) multiply_halves<1>(weight, row, part, products);
-        else if (is_block) multiply_row<BLOCK>(weight, row, unpacked, part, products);
-        else multiply_row<1>(weight, row, unpacked, part, products);
-        for (int i = 0; i < (is_block ? BLOCK : 1); ++i, ++r)
-          y[r * outputs + row] = products[i] + (bias ? bias[row] : 0.0f);
+        step = rows - r >= BLOCK ? BLOCK : 1;
+        if (step == BLOCK) multiply<BLOCK>(weight, row, codes.data(), x + r * inputs, products);
+        else multiply<1>(weight, row, codes.data(), x + r * inputs, products);
+        for (int64_t i = 0; i < step; ++i) y[(r + i) * outputs + row] = products[i] + (bias ? bias[row] : 0.0f);
       }
     }
   }
@@ -264,13 +345,13 @@ void panther_expand(const uint8_t* packed, const uint16_t* scales, const uint8_t
                     int64_t outputs, int64_t group_size, int threads, int64_t first, int64_t last, float* wide,
                     uint16_t* half) {
   const Weight weight{packed, scales, zeros, bits, inputs, outputs, group_size};
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     std::vector<uint8_t> codes(inputs);
 #pragma omp for schedule(static)
     for (int64_t row = first; row < last; ++row) {
-      if (half) expand_row(weight, row, codes.data(), half + (row - first) * inputs);
-      else expand_row(weight, row, codes.data(), wide + (row - first) * inputs);
+      if (half) expand(weight, row, codes.data(), half + (row - first) * inputs);
+      else expand(weight, row, codes.data(), wide + (row - first) * inputs);
     }
   }
 }
