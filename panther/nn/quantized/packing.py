@@ -69,7 +69,7 @@ def pack_(model: nn.Module, *, rows: int = 1) -> PackReport:
     ``SKLinear.pack_`` is another thing: it holds the random signs of a sketch as bits.
 
     Args:
-        model: Any module, with layers of :func:`panther.compress` or of :mod:`panther.nn.quantized`.
+        model: Any module, with layers of :func:`panther.compress` or of ``panther.nn.quantized``.
         rows: Number of rows that a call multiplies, such as the tokens of a batch.
 
     Returns:
