@@ -27,8 +27,6 @@ from panther.nn.sketch_record import RECORD_MARK, check_mark, has_values, record
 TRAINED_SCALES = "trained_scales"
 """Key of a record in a training checkpoint: the layer has parameters that train its scales."""
 
-_MAKERS = ("from_linear", "from_conv", "from_embedding", "from_weight")
-
 # Only these classes are built from a file, with the arguments of the dense class and of the layer's size.
 _ALLOWED: dict[str, type["CompressedModule"]] = {}
 
@@ -179,11 +177,11 @@ class CompressedModule(nn.Module):
         # nn.Module raises a KeyError without a reason if a Parameter has the name of a property.
         attribute = getattr(type(self), name, None)
         if isinstance(attribute, property) and attribute.fset is None:
+            makers = [maker for maker in dir(self) if maker.startswith("from_") and maker != "from_record"]
             raise AttributeError(
                 f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
-                "change these tensors, make a new layer from a dense layer by "
-                f"{next(name for name in _MAKERS if hasattr(self, name))}, or call pr.to_linears_(model) "
-                "first for a tool that looks for torch's layers"
+                f"change these tensors, make a new layer by {' or '.join(makers) or 'its class'}, or call "
+                "pr.to_linears_(model) first for a tool that looks for torch's layers"
             )
 
     bias: nn.Parameter | None

@@ -63,6 +63,11 @@ def test_a_kind_of_weight_is_one_file_and_a_registration(tmp_path):
             mixed = pr.compress(copy.deepcopy(dense), bits=6.0, **options | more)
             assert mixed.eligible_bytes_after <= 6.0 / 32 * mixed.eligible_bytes_before
 
+        try:
+            model[0].weight = dense[0].weight
+        except AttributeError as error:
+            assert "weight of QuantizedConv1d is computed from" in str(error) and "make a new layer by" in str(error)
+
         output = model(x)
         replaced = pr.to_linears_(model)
         assert not replaced.skipped and [type(model[place]) for place in (0, 2)] == [nn.Conv1d] * 2, replaced
