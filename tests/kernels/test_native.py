@@ -117,12 +117,18 @@ def test_a_damaged_file_is_compiled_again(uncompiled):
     assert compiled.stat().st_size > 1000
 
 
-@needs_compiler
 def test_another_processor_or_flag_has_another_file(uncompiled, monkeypatch):
-    first = native._compiled()
+    compiler = uncompiled / "compiler"
+    compiler.write_text('#!/bin/sh\nfor output; do :; done\necho "$@" > "$output"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    paths = [native._compiled()]
     monkeypatch.setattr(native, "_processor", lambda: "another")
-    assert native._compiled() != first
-    assert len(list((uncompiled / "panther").iterdir())) == 2
+    paths.append(native._compiled())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    paths.append(native._compiled())
+    assert sorted((uncompiled / "panther").iterdir()) == sorted(set(paths))
+    assert [" -mno-avx512f " in path.read_text() for path in paths] == [True, True, False]
 
 
 @needs_compiler
