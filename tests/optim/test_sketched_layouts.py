@@ -144,6 +144,24 @@ def test_seeds_of_a_group_that_is_added_later_are_compared():
     on_ranks(rank)
 
 
+def test_seeds_of_a_state_that_is_loaded_later_are_compared():
+    def rank():
+        import torch.distributed as dist
+
+        p = nn.Parameter(distribute_tensor(torch.ones(8, 6), make_mesh(dp=2), [Shard(0)]))
+        p.grad = torch.ones_like(p)
+        optimizer = SketchedAdamW([("weight", p)], rank=2, seed=0)
+        optimizer.step()
+        state, first_values = optimizer.state_dict(), whole(p).clone()
+        state["param_groups"][0]["seed"] = dist.get_rank()
+        optimizer.load_state_dict(state)
+        with pytest.raises(DistributedError, match=r"with the seed 0.* on rank 0 and .*with the seed 1.* on rank 1"):
+            optimizer.step()
+        assert torch.equal(whole(p), first_values)
+
+    on_ranks(rank)
+
+
 def sketched(model):
     groups = sketched_param_groups(getattr(model, "module", model), rank=3)
     return SketchedAdamW(groups, lr=0.02, rank=3, period=3, seed=7)
