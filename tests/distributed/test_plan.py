@@ -374,6 +374,17 @@ def test_ranking_explanations_and_memory():
     assert "does not fit: " in small.options[-1].reason
 
 
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches", "share"), [("gpipe", 4, 1 / 5), ("1f1b", 2, 1 / 3), ("interleaved", 4, 1 / 9)]
+)
+def test_the_idle_share_of_a_pipeline(schedule, num_microbatches, share):
+    """(p - 1) / (v m + p - 1), for p ranks with v stages each and m microbatches."""
+    predicted = estimate_of("perceptron", pipeline(schedule, num_microbatches))
+    assert predicted.bubble == pytest.approx(share)
+    busy = sum(predicted.seconds[part] for part in ("compute", "tp", "pp"))
+    assert predicted.seconds["bubble"] == pytest.approx(share * (busy + predicted.seconds["bubble"]))
+
+
 def test_a_layout_must_fit_at_the_start():
     def square():
         return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
