@@ -514,6 +514,21 @@ def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, acc
     assert "is open in another search" in str(caught.value)
 
 
+def test_a_second_search_of_a_storage_that_has_no_lock_ends_the_first_one(net, trained, data):
+    optuna = pytest.importorskip("optuna")
+    storage = optuna.storages.InMemoryStorage()
+    options = {**QUICK, "trials": 3, "constraint": ">= 80 %", "storage": storage}
+    results = []
+
+    def search(model):
+        results.append(pr.tune(net, Accuracy(*trained[1:]), data, **options))
+
+    first = Accuracy(*trained[1:], at=4, do=search)  # in its second trial
+    with pytest.raises(TuningError, match="another search continues the study of this storage, and has ended a trial"):
+        pr.tune(net, first, data, **options)
+    assert len(results[0].trials) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
