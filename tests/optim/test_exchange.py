@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks, weights_of
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import panther as pr
 from panther.distributed import CommunicationCounter, checkpoint, data_parallel, make_mesh, tensor_parallel
@@ -217,6 +217,19 @@ def assert_checkpoints_continue(optimizer_of, folder):
         assert_near(weights, expected)
     for first, second in zip(on_ranks(load, 4, "fsdp"), saved, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_shards_that_are_no_chunks_are_refused_on_all_ranks():
+    def rank():
+        local = torch.ones(5 - 2 * dist.get_rank(), 6)  # of 4 and 4 rows
+        place = {"device_mesh": make_mesh(dp=2), "placements": [Shard(0)], "shape": (8, 6), "stride": (6, 1)}
+        p = nn.Parameter(DTensor.from_local(local.clone(), **place))
+        p.grad = DTensor.from_local(local, **place)
+        with pytest.raises(DistributedError, match=r"shape \(8, 6\) is sharded .* is not the chunk of torch.chunk"):
+            MuonAdamW([p], lr=0.1, orthogonalize=True).step()
+        return torch.equal(p.to_local(), local)
+
+    assert on_ranks(rank) == [True, True]
 
 
 def test_a_checkpoint_of_one_layout_continues_in_others(tmp_path):
