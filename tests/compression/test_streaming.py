@@ -358,6 +358,18 @@ def test_values_that_are_kept(tmp_path):
     assert kept["list"][1].data_ptr() == kept[3][0].data_ptr()
 
 
+def test_a_changed_byte_is_refused_by_the_next_process(tmp_path):
+    first = Spool(tmp_path)
+    first.write("a", [torch.ones(3)])
+    first.commit()
+    path = tmp_path / "a.value"
+    contents = bytearray(path.read_bytes())
+    contents[0] ^= 1  # of the tensor
+    path.write_bytes(contents)
+    with pytest.raises(CompressionError, match=r"a\.value is damaged: it does not match its checksum"):
+        Spool(tmp_path).read("a")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the system has no such limit")
 def test_values_hold_no_descriptors(tmp_path):
     import resource
