@@ -9,8 +9,9 @@ import socket
 import sys
 import textwrap
 import threading
+import time
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from panther.distributed.comm.ending import record_uncaught_exceptions
-from panther.distributed.comm.handshake import RankInfo, decide, own_gpu
+from panther.distributed.comm.handshake import Agreement, RankInfo, check_in, decide, own_gpu
 from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
-from panther.distributed.comm.store import find_route, interface_of
+from panther.distributed.comm.store import Meeting, find_route, interface_of
 from panther.distributed.launcher._failures import describe, explain
 from panther.distributed.launcher.function import launch
 from panther.errors import DistributedError
@@ -335,6 +336,17 @@ def test_a_rank_that_was_missing_may_come_later(monkeypatch, tmp_path):
         shutdown()
 
     assert started(first, second) == [None, None]
+
+
+def test_an_answer_to_an_earlier_attempt_does_not_count():
+    """The store of an elastic agent outlives a rank 0 that was killed after its decision."""
+    store = dist.HashStore()
+    store.set("token", "earlier")
+    decision = {"nonces": {"1": "of a process that has ended"}, "agreement": asdict(Agreement("earlier", "gloo", True))}
+    store.set("go/earlier", json.dumps(decision))
+    meeting = Meeting(store, 1.0, time.monotonic() - 10)  # its time is up
+    with pytest.raises(DistributedError, match=r"rank 0 of 2 did not check in within 1 s .*; rank 1 did"):
+        check_in(meeting, 1, 2, None)
 
 
 def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
