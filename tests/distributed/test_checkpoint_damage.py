@@ -87,6 +87,7 @@ def set_entry(*keys, value):
     return change
 
 
+HALF = [3, 4]  # of the columns of model.2.weight
 STEP = ("optimizer", "states", "2.weight")
 FORGERIES = {
     "step is text": (set_entry("step", value="3"), "is of step '3'"),
@@ -104,6 +105,10 @@ FORGERIES = {
         "'model.2.weight at 0,0' is torch.float32, .* and should be torch.float64",
     ),
     "an offset": (lambda m: first_chunk(m).update(offsets=[1, 0]), "reach beyond its shape"),
+    "chunks that overlap": (
+        lambda m: m["tensors"]["model.2.weight"].update(chunks=2 * [first_chunk(m) | {"shape": HALF}]),
+        "chunks of the tensor 'model.2.weight' overlap",
+    ),
     "no chunks": (set_entry("tensors", "model.2.weight", "chunks", value=[]), "have 0 of its 24 numbers"),
     "a chunk is text": (set_entry("tensors", "model.2.weight", "chunks", value=["x"]), "names the file 'x'"),
     "a checksum is text": (lambda m: first_chunk(m).update(checksum="1"), "has no key or no checksum"),

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from panther.errors import FormatError
@@ -108,6 +109,26 @@ def _check_tensor(name: str, entry: Any, files: Mapping[str, Any]) -> None:
     # Entries that no chunk holds would keep what the memory held before.
     if covered != prod(shape):
         raise _InvalidError(f"the chunks of the tensor {name!r} have {covered} of its {prod(shape)} numbers")
+    if _overlap([chunk for chunk in entry["chunks"] if prod(chunk["shape"])]):
+        raise _InvalidError(f"the chunks of the tensor {name!r} overlap, so that they do not cover it")
+
+
+def _overlap(chunks: list[dict[str, Any]]) -> bool:
+    """Return whether any two boxes overlap; boxes are sorted along one dimension to compare only neighbours."""
+    if len(chunks) < 2:
+        return False
+    begins = np.array([chunk["offsets"] for chunk in chunks], dtype=np.int64)
+    ends = begins + np.array([chunk["shape"] for chunk in chunks], dtype=np.int64)
+    # The dimension in which most boxes differ leaves the fewest pairs to compare; for shards of one dimension, none.
+    dimension = max(range(begins.shape[1]), key=lambda axis: len(set(begins[:, axis].tolist())))
+    order = np.argsort(begins[:, dimension], kind="stable")
+    begins, ends = begins[order], ends[order]
+    for index, end in enumerate(ends):
+        last = int(np.searchsorted(begins[:, dimension], end[dimension]))
+        later = slice(index + 1, max(last, index + 1))
+        if ((begins[later] < end) & (begins[index] < ends[later])).all(axis=1).any():
+            return True
+    return False
 
 
 def places(value: Any, depth: int = 0) -> Iterator[str]:
