@@ -28,6 +28,8 @@ from ._rangefinder import rangefinder
 from ._svd import SVDResult, randomized_svd
 from .error import ErrorEstimate, estimate_error
 from .orthogonal import cholesky_qr, orthonormalize
+from .sharded import RowSharded
+from .streaming import PCAResult, StreamedSVD, StreamingSVD
 
 __all__ = [
     "CQRRPTResult",
@@ -35,8 +37,12 @@ __all__ = [
     "ErrorEstimate",
     "LstsqResult",
     "NystromResult",
+    "PCAResult",
     "QBResult",
+    "RowSharded",
     "SVDResult",
+    "StreamedSVD",
+    "StreamingSVD",
     "cholesky_qr",
     "cqrrpt",
     "estimate_error",

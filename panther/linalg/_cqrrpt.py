@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from panther.linalg._ranks import sharded_qr
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import (
     as_dense,
@@ -27,6 +28,8 @@ from panther.linalg.operand import (
     summed_product,
     times_two_to,
 )
+from panther.linalg.orthogonal import rotate
+from panther.linalg.sharded import sharded_operand
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
 # The sketch has this many rows more than gamma n, because singular values of small random matrices vary more.
@@ -129,17 +132,24 @@ def cqrrpt(
 
     Reference: Melnichenko, Balabanov, Murray, Demmel, Mahoney and Luszczek (2023), arXiv:2311.08316.
     """
-    M = as_operand(as_dense("M", M), "M", batched=False).A
-    m, n = M.shape
+    sharded, whole = sharded_operand(M), M
+    M = as_operand(as_dense("M", M) if sharded is None else as_dense("M", sharded.local.A), "M", batched=False).A
+    m, n = M.shape if sharded is None else sharded.shape
     rule = f"between 1 and {_MOST_GAMMA:g}"
     gamma = check_number("gamma", gamma, rule, lambda number: 1 <= number <= _MOST_GAMMA, "1.25, the default, or 2")
     if rtol is None:
         rtol = torch.finfo(M.dtype).eps * min(max(m, n), 10 * n)
     rtol = check_number("rtol", rtol, "in [0, 1)", lambda number: 0 <= number < 1, "None for the numerical rank")
     seed = check_seed(seed)
-    result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
+    if sharded is None:
+        result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
+    else:
+        sharded.check_finite(M)
+        Q, R = sharded_qr(M, sharded.ranks)
+        small = _factor(R, len(R) + n, rtol, seed)
+        result = CQRRPTResult(rotate(Q, small.Q), small.R, small.P)
     # The probes use a different kind of stream than the sketch, so they are independent.
-    return (*result, estimate_error(M, result, seed=seed ^ 1)) if return_error else result
+    return (*result, estimate_error(whole, result, seed=seed ^ 1)) if return_error else result
 
 
 def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:

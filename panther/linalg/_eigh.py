@@ -28,6 +28,7 @@ from panther.linalg._rangefinder import (
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver
 from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
+from panther.linalg.sharded import ShardedOperand
 from panther.sketch import check_seed
 
 
@@ -193,6 +194,8 @@ def _project(
 ) -> tuple[Operand, int, int, Tensor, Tensor, Tensor]:
     """Return checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
     operand = as_operand(A)
+    if isinstance(operand, ShardedOperand):
+        operand = operand.gathering
     n = operand.shape[-1]
     if operand.shape[-2] != n:
         raise ShapeError(f"A, of shape {tuple(operand.shape)}, must be square: use randomized_svd")

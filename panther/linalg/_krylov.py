@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from panther.linalg._ranks import ALONE, Ranks
 from panther.linalg.operand import Operand, frobenius_norm
 from panther.linalg.orthogonal import add_to_basis, core_svd, near_qr
 
@@ -45,6 +46,7 @@ class KrylovSpace:
         eigenpairs: Eigenvalues of Y^T Y, descending, ``(*batch, d)``, and eigenvectors, ``(*batch, d, d)``; None if
             Y itself is to be decomposed.
         blocks: The number of blocks.
+        ranks: The ranks over which the rows of Y are sharded.
     """
 
     P: Tensor | None
@@ -52,6 +54,7 @@ class KrylovSpace:
     scale: Tensor
     eigenpairs: tuple[Tensor, Tensor] | None
     blocks: int
+    ranks: Ranks = ALONE
 
     def triplets(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return the k leading singular triplets of ``Y P^T`` in float64, orthonormal to the rounding of ``dtype``."""
@@ -89,7 +92,7 @@ class KrylovSpace:
             U, S, Vh = torch.linalg.svd(self.Y, full_matrices=False)
             k = rank(S)
             return U[..., :k], S[..., :k], Vh[..., :k, :].mT
-        Q, T, R = near_qr(self.Y)
+        Q, T, R = near_qr(self.Y, None, self.ranks)
         left, S, right = core_svd(R)
         k = rank(S)
         return Q @ (T @ left[..., :k]), S[..., :k], self.onto(right[..., :k, :].mT)

@@ -21,6 +21,7 @@ from torch import Tensor
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.kernels.reference import coo_tensor
 from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_gram, from_rows
+from panther.linalg._ranks import sharded_qr
 from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
 from panther.linalg.error import ErrorEstimate
 from panther.linalg.operand import (
@@ -34,6 +35,7 @@ from panther.linalg.operand import (
     tensor_of,
     times_two_to,
 )
+from panther.linalg.sharded import ShardedOperand, sharded_operand
 from panther.sketch import SignSketch, SparseSketch, check_seed
 
 # Cost of reading an entry of A for one right-hand side, in units of its cost in QR for each column (measured).
@@ -147,8 +149,11 @@ def sketch_lstsq(
         >>> round((residual_norm / torch.linalg.norm(b - b.mean())).item(), 2)
         0.69
     """
+    if (sharded := sharded_operand(A)) is not None:
+        A, b = _from_shards(sharded, b)
     operand = as_operand(A, batched=False)
     b = _right_hand_side(b, operand)
+    check_finite("b", b)
     ridge = check_number(
         "ridge", ridge, "0 or more and finite", lambda number: 0 <= number < math.inf, "0 for plain least squares"
     )
@@ -178,9 +183,18 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
         raise DTypeError(f"b is {b.dtype} and A is computed in {operand.dtype}: use {fix}, or cast A")
     if b.device != operand.device:
         raise DTypeError(f"b is on {b.device} and A on {operand.device}: use b.to({str(operand.device)!r})")
-    check_finite("b", b)
     cast: Tensor = b.to(operand.dtype)
     return cast
+
+
+def _from_shards(operand: ShardedOperand, b: Any) -> tuple[Tensor, Tensor]:
+    """Return a small problem of equal solutions and residual norms: R of a QR factorisation of A and b together."""
+    b = _right_hand_side(b.to_local() if hasattr(b, "to_local") else b, operand.local)
+    rows = torch.cat((as_dense("A", operand.local.A), b[:, None] if b.ndim == 1 else b), 1)
+    operand.check_finite(rows)
+    _, R = sharded_qr(rows, operand.ranks)
+    n = operand.shape[1]
+    return R[:, :n], R[:, n] if b.ndim == 1 else R[:, n:]
 
 
 def _explicit(operand: Operand) -> Operand:

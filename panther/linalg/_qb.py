@@ -119,10 +119,10 @@ def qb(
     seed = check_seed(seed)
     if tol is not None:
         operand.scale = _power_of_two(operand, seed)
-    m, n = operand.shape[-2:]
+    n = operand.shape[-1]
     S = SignSketch(most, n, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
     residual = None if tol is None else _Residual(operand, tol, seed)
-    Q = torch.empty(*operand.shape[:-2], m, 0, dtype=operand.dtype, device=operand.device)
+    Q = torch.empty(*operand.shape[:-2], operand.num_rows, 0, dtype=operand.dtype, device=operand.device)
     Bt = torch.empty(*operand.shape[:-2], n, 0, dtype=operand.dtype, device=operand.device)
     met = residual is not None and residual.met
     while (rank := Q.shape[-1]) < most and not met:
@@ -130,9 +130,9 @@ def qb(
         omega = S.block(slice(rank, rank + size), slice(None)).mT
         Y = operand.matmul(omega.expand(*operand.shape[:-2], n, size))
         operand.check_finite(Y)
-        new = add_to_basis(Y, Q)
+        new = add_to_basis(Y, Q, operand.ranks)
         for _ in range(n_iter):
-            new = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(new))), Q)
+            new = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(new))), Q, operand.ranks)
         new_bt = operand.accurate_rmatmul(new)
         if residual is not None:
             new, new_bt = residual.reduce(new, new_bt)
@@ -153,7 +153,7 @@ class _Residual:
     """The squared residual of each batch entry, relative to the squared norm of A."""
 
     def __init__(self, operand: Operand, tol: float, seed: int) -> None:
-        self.target = tol**2
+        self.target, self.ranks = tol**2, operand.ranks
         self.probed: Tensor | None = None
         values = operand.values if self.target >= _RESOLVED * torch.finfo(operand.dtype).eps else None
         if values is not None:
@@ -162,7 +162,7 @@ class _Residual:
             n = operand.shape[-1]
             S = GaussianSketch(n, _PROBES, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
             values = self.probed = operand.matmul(S.dense().expand(*operand.shape[:-2], n, _PROBES))
-        self.norm = frobenius_norm(values)
+        self.norm = self.ranks.norm(frobenius_norm(values))
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()
 
@@ -178,14 +178,15 @@ class _Residual:
         """Subtract a block from the residual; return it with descending columns, truncated at the tolerance."""
         W = torch.linalg.eigh((Bt.mT @ Bt).double()).eigenvectors.to(Q.dtype)
         Q, Bt = rotate(Q, W.flip(-1)), rotate(Bt, W.flip(-1))
-        coefficients = Bt if self.probed is None else (Q.mT @ self.probed).mT  # (*batch, n or probes, b)
+        coefficients = Bt if self.probed is None else self.ranks.sum(Q.mT @ self.probed).mT  # (*batch, n or probes, b)
         scale = torch.where(self.norm > 0, self.norm, 1.0)
         shares = (coefficients.double() / scale[..., None, None]).square().sum(-2)
         if self.probed is None:
             left = self.left - shares.sum(-1)
         else:
             self.probed = self.probed - Q @ coefficients.mT
-            left = (torch.linalg.vector_norm(self.probed, dim=(-2, -1), dtype=torch.float64) / scale).square()
+            norm = torch.linalg.vector_norm(self.probed, dim=(-2, -1), dtype=torch.float64)
+            left = (self.ranks.norm(norm) / scale).square()
         tail = torch.cat((left[..., None], shares.flip(-1)[..., :-1]), -1)
         after = tail.cumsum(-1).flip(-1)  # (*batch, b), by number of columns; sums, because differences would round
         enough = (after <= self.target).reshape(-1, after.shape[-1]).all(0)
@@ -199,6 +200,6 @@ def _power_of_two(operand: Operand, seed: int) -> float:
     entries = operand.values
     if entries is None:  # A product with one vector of signs has entries of the same size.
         entries = operand.matmul(sign_matrix(operand, 1, seed))
-    largest = float(entries.abs().max()) if entries.numel() else 0.0
+    largest = float(operand.ranks.gather(entries.abs().max() if entries.numel() else entries.new_zeros(())).max())
     power = math.frexp(largest)[1] if 0 < largest < math.inf else 0
     return 2.0**-power if abs(power) > SAFE_POWER[operand.dtype] else 1.0

@@ -91,9 +91,9 @@ def rangefinder(
     seed = check_seed(seed)
     Y = operand.matmul(sign_matrix(operand, k, seed))
     operand.check_finite(Y)
-    Q = add_to_basis(Y)
+    Q = add_to_basis(Y, None, operand.ranks)
     for _ in range(n_iter):
-        Q = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(Q))))
+        Q = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(Q))), None, operand.ranks)
     return (Q, estimate_error(A, _Projected(Q, operand), seed=seed)) if return_error else Q
 
 
@@ -104,7 +104,7 @@ class _Projected:
         self.Q, self.operand = Q, operand
 
     def __matmul__(self, X: Tensor) -> Tensor:
-        return self.Q @ (self.Q.mT @ self.operand.matmul(X))
+        return self.Q @ self.operand.ranks.sum(self.Q.mT @ self.operand.matmul(X))
 
 
 def krylov_basis(

@@ -21,12 +21,14 @@ from panther.linalg._rangefinder import (
     check_n_iter,
     check_rank,
     check_tol,
+    krylov_basis,
     krylov_blocks,
     sign_matrix,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver
-from panther.linalg.orthogonal import fix_signs
+from panther.linalg.orthogonal import add_to_basis, fix_signs, near_qr
+from panther.linalg.sharded import ShardedOperand
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
@@ -127,9 +129,9 @@ def randomized_svd(
     S = S * space.scale[..., 0]
     U, S, V = U.to(operand.dtype), S.to(operand.dtype), V.to(operand.dtype)
     operand.check_finite(S)
-    if operand.shape[-2] < operand.shape[-1]:
+    if operand.shape[-2] < operand.shape[-1] and not isinstance(operand, ShardedOperand):
         U, V = V, U
-    flips = fix_signs(U)
+    flips = fix_signs(operand.ranks.gather(_peaks(U)).flatten(0, -2)) if operand.ranks.size > 1 else fix_signs(U)
     result = SVDResult(U * flips, S, V * flips)
     # The probes of the estimate are Gaussian, so they are independent of the signs with the same seed.
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
@@ -137,6 +139,8 @@ def randomized_svd(
 
 def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: int) -> KrylovSpace:
     """Return the search space of the triplets."""
+    if isinstance(operand, ShardedOperand):
+        return _search_sharded(operand, width, check_n_iter("auto") if iterations is None else iterations, seed)
     small_size, large_size = sorted(operand.shape[-2:])
     block, blocks = krylov_blocks(width, check_n_iter("auto") if iterations is None else iterations)
     if iterations is None:
@@ -154,10 +158,32 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
     return grow(operand, sign_matrix(operand, block, seed, large_size), k, None if iterations is None else blocks)
 
 
+def _search_sharded(operand: ShardedOperand, width: int, iterations: int, seed: int) -> KrylovSpace:
+    """Return a search space of right singular vectors, which every rank has, and their images, sharded by rows."""
+    (m, n), ranks = operand.shape, operand.ranks
+    block, blocks = krylov_blocks(width, iterations)
+    if block * blocks < min(m, n):
+        X = operand.rmatmul(operand.signs(block, seed))
+        operand.check_finite(X)
+        P, Y = krylov_basis(X, operand.matmul, lambda Z: operand.rmatmul(near_qr(Z, None, ranks)[0]), blocks)
+    else:
+        eye = operand.eye()
+        P = eye if n <= m else add_to_basis(operand.rmatmul(operand.rows_of(eye)))
+        Y = operand.matmul(P)
+    operand.check_finite(Y)
+    return KrylovSpace(P.double(), Y.double(), Y.new_ones(1, 1, dtype=torch.float64), None, blocks, ranks)
+
+
+def _peaks(U: Tensor) -> Tensor:  # (rows, k) -> (1, k)
+    """Return the entry of largest magnitude of each column; zeros if there are no rows."""
+    return U.gather(0, U.abs().argmax(0, keepdim=True)) if len(U) else U.new_zeros(1, U.shape[1])
+
+
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:
     """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
     m, n = operand.shape[-2:]
-    multiply, size = (operand.rmatmul, m) if m < n else (operand.matmul, n)
+    is_wide = m < n and not isinstance(operand, ShardedOperand)
+    multiply, size = (operand.rmatmul, m) if is_wide else (operand.matmul, n)
     probes = GaussianSketch(
         size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
     )
@@ -166,6 +192,6 @@ def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int
     outside = multiply(omega).double() / space.scale - space.Y @ inner
     inside = S.square()
     tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)
-    tails += outside.square().sum((-1, -2))[..., None] / _TOL_PROBES
+    tails += operand.ranks.sum(outside.square().sum((-1, -2)))[..., None] / _TOL_PROBES
     short = tails > tol**2 * tails[..., :1]  # (*batch, d + 1), by number of triplets, from 0
     return int(short.sum(-1).amax()) if short.numel() else 0

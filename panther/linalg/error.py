@@ -22,6 +22,7 @@ from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.linalg.operand import Operand, as_operand, check_number, driver, tensor_of
+from panther.linalg.sharded import ShardedOperand
 from panther.sketch import GaussianSketch
 
 # No driver draws from this stream, so the same seed can be used here.
@@ -99,16 +100,18 @@ def estimate_error(
     *batch, _, n = operand.shape
     S = GaussianSketch(n, probes, seed=seed, stream=_STREAM, scale=False, dtype=operand.dtype, device=operand.device)
     omega = S.dense().expand(*batch, n, probes)
-    approximated = _multiply(approximation, omega, operand)
+    approximated, ranks = _multiply(approximation, omega, operand), operand.ranks
+    if isinstance(operand, ShardedOperand):
+        approximated = operand.rows_of(approximated)
     exact = operand.matmul(omega)
     operand.check_finite(exact)
     if approximated.shape != exact.shape:
         raise _shape_error(operand, f"its products have the shape {tuple(approximated.shape)}")
     if not bool(approximated.isfinite().all()):
         raise ValueError("the approximation must be finite and has NaN or infinity: compute it again in float64")
-    unit = torch.maximum(_unit(exact), _unit(approximated))
+    unit = ranks.gather(torch.maximum(_unit(exact), _unit(approximated))).amax(0)
     exact, approximated = exact / unit, approximated / unit  # their difference may overflow otherwise
-    error, norm = (_frobenius(x) / math.sqrt(probes) for x in (exact - approximated, exact))
+    error, norm = (ranks.norm(_frobenius(x)) / math.sqrt(probes) for x in (exact - approximated, exact))
     relative = torch.where(error > 0, error / norm, 0.0)
     frobenius = error * unit[..., 0, 0]
     upper = frobenius / math.sqrt(_quantile(1 - confidence, probes))

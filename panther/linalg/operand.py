@@ -1,7 +1,7 @@
 """The matrices that drivers accept: tensors, sparse tensors, arrays, and objects with ``@`` and ``.T``."""
 
 __all__ = [
-    "SAFE_POWER", "Operand", "as_dense", "as_operand", "check_finite", "check_number", "driver", "frobenius_norm",
+    "KINDS", "SAFE_POWER", "Operand", "as_dense", "as_operand", "check_finite", "check_number", "driver", "frobenius_norm",
     "full_precision", "summed_product", "tensor_of", "times_two_to",
 ]  # fmt: skip
 
@@ -18,6 +18,7 @@ from panther._hints import check_keywords
 from panther._process_settings import Block, ProcessSetting
 from panther._torch import FakeTensor, is_transformed, number_of_entries
 from panther.errors import DTypeError, ShapeError
+from panther.linalg._ranks import ALONE, Ranks
 from panther.sketch.operator import check_storage
 
 # Products of _GROUP rows are summed in the dtype of A. At most _SLAB entries of such sums are in memory at once.
@@ -27,6 +28,9 @@ _SLAB, _CUDA_SLAB = 1 << 20, 1 << 26
 SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 
 _NARROW = 32
+
+# Functions that return the operand of a kind of matrix, and None of all others; modules above register theirs.
+KINDS: list[Callable[[Any], "Operand | None"]] = []
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,13 +82,17 @@ class Operand:
         eps: Rounding unit of the entries in the dtype that the user passed.
         dense: A itself if it is a dense tensor, else None.
         scale: A power of two that multiplies A in products, so that squares of them neither overflow nor vanish.
+        ranks: The ranks over which the rows of A are sharded.
+        num_rows: Rows of ``A @ X`` that this process has.
     """
+
+    ranks: Ranks = ALONE
 
     def __init__(self, A: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.A, self.device, self.shape = A, device, torch.Size(A.shape)
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.eps = torch.finfo(dtype).eps
-        self.scale = 1.0
+        self.scale, self.num_rows = 1.0, self.shape[-2]
         self._own_dtype = dtype
         self.dense: Tensor | None = None
         if isinstance(A, Tensor):
@@ -208,6 +216,9 @@ def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
 
     An A that is neither a tensor nor an array multiplies tensors of its dtype.
     """
+    for operand_of in KINDS:
+        if (operand := operand_of(A)) is not None:
+            return operand
     A = _from_array(name, A)
     if isinstance(A, Tensor):
         _check_readable(name, A)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
+from panther.linalg._ranks import ALONE, Ranks, sharded_qr
 from panther.linalg.operand import as_dense, check_finite, driver
 
 # |G - I| <= 1/2 in the Frobenius norm bounds the first Q's condition by sqrt(3): one more round gives I to rounding.
@@ -95,21 +96,25 @@ def orthonormalize(
 def add_to_basis(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
+    ranks: Ranks = ALONE,
 ) -> Tensor:  # (*batch, m, n)
-    """Compute :func:`orthonormalize` without its checks."""
-    Q, T, _ = near_qr(X, basis)
+    """Compute :func:`orthonormalize` without its checks, also of rows that are sharded over ranks."""
+    Q, T, _ = near_qr(X, basis, ranks)
     return rotate(Q, T)
 
 
 def near_qr(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
     r"""Return a QR factorisation without its last product: :math:`Q T` is orthonormal, and T is near I.
 
     Without a basis, X = Q T R. Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or
     less; to form :math:`Q T W`, multiply T and W first.
     """
+    if ranks.size > 1:
+        return _near_sharded_qr(X, basis, ranks)
     (m, n), basis_size = X.shape[-2:], 0 if basis is None else basis.shape[-1]
     if n + basis_size > m:
         raise ShapeError(
@@ -133,6 +138,21 @@ def near_qr(
     Q, R = torch.linalg.qr((X / scale if basis is None else torch.cat((basis, X / scale), -1)).double())
     R = (R[..., basis_size:, basis_size:] * scale).to(X.dtype)
     return Q[..., basis_size:].to(X.dtype), eye.to(X.dtype).expand(R.shape), R
+
+
+def _near_sharded_qr(X: Tensor, basis: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute :func:`near_qr` of rows that are sharded over ranks."""
+    eye = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)
+    if basis is None or basis.shape[1] == 0:
+        Q, R = sharded_qr(X, ranks)
+        return Q, eye, R
+    cleared = X - basis @ ranks.sum(_gram(basis, X)).to(X.dtype)
+    Q, R = sharded_qr(cleared, ranks)
+    Q, R2 = sharded_qr(Q - basis @ ranks.sum(_gram(basis, Q)).to(X.dtype), ranks)
+    if bool(R2.diagonal().min() < _NEAR_IDENTITY):  # Q had directions of the basis, where X adds fewer than n.
+        Q, R = (part[..., basis.shape[1] :] for part in sharded_qr(torch.cat((basis, X), 1), ranks))
+        return Q, eye, R[basis.shape[1] :]
+    return Q, eye, R2 @ R
 
 
 def rotate(
