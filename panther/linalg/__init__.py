@@ -29,7 +29,7 @@ from ._svd import SVDResult, randomized_svd
 from .error import ErrorEstimate, estimate_error
 from .orthogonal import cholesky_qr, orthonormalize
 from .sharded import RowSharded
-from .streaming import PCAResult, StreamedSVD, StreamingSVD
+from .streaming import PCAResult, StreamingSVD
 
 __all__ = [
     "CQRRPTResult",
@@ -41,7 +41,6 @@ __all__ = [
     "QBResult",
     "RowSharded",
     "SVDResult",
-    "StreamedSVD",
     "StreamingSVD",
     "cholesky_qr",
     "cqrrpt",

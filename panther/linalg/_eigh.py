@@ -195,7 +195,7 @@ def _project(
     """Return checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
     operand = as_operand(A)
     if isinstance(operand, ShardedOperand):
-        operand = operand.gathering
+        operand.gathers = True
     n = operand.shape[-1]
     if operand.shape[-2] != n:
         raise ShapeError(f"A, of shape {tuple(operand.shape)}, must be square: use randomized_svd")

@@ -47,23 +47,6 @@ class Ranks:
         dist.all_gather(gathered, sent, group=self.group)
         return torch.stack(gathered).to(x.device)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Return the tensor of the first rank; ``x`` has its shape and dtype."""
-        sent = x.to(self._transport, copy=True, memory_format=torch.contiguous_format)
-        if self.size > 1:
-            dist.broadcast(sent, group=self.group, group_src=0)
-        return sent.to(x.device)
-
-    def send(self, x: Tensor, rank: int) -> None:
-        """Send a tensor to a rank of the group, which calls :meth:`receive`."""
-        dist.send(x.to(self._transport).contiguous(), group=self.group, group_dst=rank)
-
-    def receive(self, like: Tensor, rank: int) -> Tensor:
-        """Return the tensor, of the shape and dtype of ``like``, that a rank sends."""
-        received = torch.empty_like(like, device=self._transport)
-        dist.recv(received, group=self.group, group_src=rank)
-        return received.to(like.device)
-
 
 ALONE = Ranks(alone=True)
 

@@ -131,7 +131,10 @@ def randomized_svd(
     operand.check_finite(S)
     if operand.shape[-2] < operand.shape[-1] and not isinstance(operand, ShardedOperand):
         U, V = V, U
-    flips = fix_signs(operand.ranks.gather(_peaks(U)).flatten(0, -2)) if operand.ranks.size > 1 else fix_signs(U)
+    flips = fix_signs(U)
+    if operand.ranks.size > 1:
+        rows = torch.nn.functional.pad(U, (0, 0, 0, 1))  # This rank may have no rows.
+        flips = fix_signs(operand.ranks.gather(rows.gather(0, rows.abs().argmax(0, keepdim=True)))[:, 0])
     result = SVDResult(U * flips, S, V * flips)
     # The probes of the estimate are Gaussian, so they are independent of the signs with the same seed.
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
@@ -172,11 +175,6 @@ def _search_sharded(operand: ShardedOperand, width: int, iterations: int, seed: 
         Y = operand.matmul(P)
     operand.check_finite(Y)
     return KrylovSpace(P.double(), Y.double(), Y.new_ones(1, 1, dtype=torch.float64), None, blocks, ranks)
-
-
-def _peaks(U: Tensor) -> Tensor:  # (rows, k) -> (1, k)
-    """Return the entry of largest magnitude of each column; zeros if there are no rows."""
-    return U.gather(0, U.abs().argmax(0, keepdim=True)) if len(U) else U.new_zeros(1, U.shape[1])
 
 
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:

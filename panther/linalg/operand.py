@@ -1,8 +1,8 @@
 """The matrices that drivers accept: tensors, sparse tensors, arrays, and objects with ``@`` and ``.T``."""
 
 __all__ = [
-    "KINDS", "SAFE_POWER", "Operand", "as_dense", "as_operand", "check_finite", "check_number", "driver", "frobenius_norm",
-    "full_precision", "summed_product", "tensor_of", "times_two_to",
+    "KINDS", "SAFE_POWER", "Operand", "as_dense", "as_operand", "check_finite", "check_number", "driver",
+    "frobenius_norm", "full_precision", "summed_product", "tensor_of", "times_two_to",
 ]  # fmt: skip
 
 import math

@@ -17,30 +17,24 @@ from panther.sketch import SignSketch
 class RowSharded:
     r"""A matrix (m, n) whose rows are sharded over the ranks of a process group, in the order of ranks.
 
-    :func:`randomized_svd`, :func:`qb`, :func:`rangefinder`, :func:`cqrrpt`, :func:`sketch_lstsq`,
-    :func:`randomized_eigh`, :func:`nystrom` and :func:`estimate_error` accept it, called on every rank with equal
-    arguments and an integer ``seed``. What has m rows (U, Q, and b of least squares) has the rows of the rank; the rest
-    (S, V, B, R, P, x, and the eigenvectors of a symmetric matrix) is whole and equal on every rank. Results do not
-    depend on the number of ranks, except for rounding. A DTensor with the placement ``Shard(0)`` over a mesh of one
-    dimension is accepted too, as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
+    All drivers accept it, called on every rank with equal arguments and an integer ``seed``. What has m rows (U, Q, and
+    b of least squares) has the rows of this rank; the rest (S, V, B, R, P, x, and the vectors of symmetric matrices) is
+    whole on every rank. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)`` over a
+    mesh of one dimension is accepted as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
 
-    Products are local. Sums of n x l numbers, l the columns of a block, and triangles of l x l numbers are sent, never
-    rows of A; a symmetric matrix sends its products, n x l. ``randomized_svd`` takes five blocks for
-    ``n_iter="auto"``. ``cqrrpt`` and ``sketch_lstsq`` take a QR factorisation of the rows of each rank, which have to
-    be dense, and of the triangles, instead of a sketch.
+    Rows are never sent: sums of n x l numbers are, l the columns of a block, and triangles of l x l; a symmetric A
+    sends its products, n x l. ``n_iter="auto"`` is 4. Instead of a sketch, ``cqrrpt`` and ``sketch_lstsq`` factor the
+    rows of each rank, which have to be dense, by QR, and then the triangles.
 
     Args:
         local_rows: The rows of this rank (rows, n), also none: a dense or sparse matrix, or one that only has products.
-        group: A process group of torch.distributed; None is the default group, or this process alone where there is
-            none.
+        group: A process group of torch.distributed; None is the default group, or this process alone without one.
 
     Attributes:
         shape: (m, n), with the rows of all ranks.
-        local_rows: The rows of this rank.
 
     Raises:
         ShapeError: On every rank, if the number of columns or the dtype differs between ranks.
-        DistributedError: If this rank is not in the group.
 
     Example:
         >>> import panther as pr
@@ -56,15 +50,11 @@ class RowSharded:
         ranks = Ranks(group)
         sizes = ranks.gather(torch.tensor([local.shape[0], local.shape[1], local.dtype.itemsize])).tolist()
         if len({tuple(size[1:]) for size in sizes}) > 1:
-            columns = [size[1:] for size in sizes]
-            raise ShapeError(
-                f"columns and bytes per number of local_rows must be equal on all ranks, and are {columns}: pass rows "
-                "of one matrix"
-            )
+            columns = f"must be equal on all ranks, and are {[size[1:] for size in sizes]}"
+            raise ShapeError(f"columns and bytes per number of local_rows {columns}: pass rows of one matrix")
         first = sum(size[0] for size in sizes[: ranks.rank])
-        self.local_rows, self.dtype = local_rows, local.dtype
         self.shape = torch.Size((sum(size[0] for size in sizes), local.shape[1]))
-        self.operand = ShardedOperand(local, ranks, self.shape, first)
+        self.parts = local, ranks, self.shape, first
 
 
 class ShardedOperand(Operand):
@@ -76,15 +66,10 @@ class ShardedOperand(Operand):
         gathers: Whether products ``A @ X`` have the rows of all ranks, as drivers of symmetric matrices need them.
     """
 
-    def __init__(self, local: Operand, ranks: Ranks, shape: torch.Size, first: int, gathers: bool = False) -> None:
-        self.local, self.ranks, self.gathers, self._first = local, ranks, gathers, first
+    def __init__(self, local: Operand, ranks: Ranks, shape: torch.Size, first: int) -> None:
+        self.local, self.ranks, self.gathers, self._first = local, ranks, False, first
         self.A, self.device, self.dtype, self.eps = local.A, local.device, local.dtype, local.eps
         self.shape, self.scale, self.dense, self.num_rows = shape, 1.0, None, local.shape[0]
-
-    @property
-    def gathering(self) -> "ShardedOperand":
-        """The same matrix, whose products have the rows of all ranks."""
-        return ShardedOperand(self.local, self.ranks, self.shape, self._first, gathers=True)
 
     def matmul(self, X: Tensor) -> Tensor:  # (n, l) -> (rows, l)
         """Return this rank's rows of ``A @ X``, or all of them."""
@@ -97,10 +82,6 @@ class ShardedOperand(Operand):
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (rows, l) -> (n, l)
         """Return ``A.mT @ X``, the sum of the products of all ranks."""
-        return self.ranks.sum(self.local.rmatmul(X if self.scale == 1 else X * self.scale))
-
-    def accurate_rmatmul(self, X: Tensor) -> Tensor:
-        """Return ``A.mT @ X``, with each rank's product summed accurately."""
         return self.ranks.sum(self.local.accurate_rmatmul(X if self.scale == 1 else X * self.scale))
 
     def signs(self, columns: int, seed: int) -> Tensor:  # (rows, columns)
@@ -109,17 +90,17 @@ class ShardedOperand(Operand):
         return S.block(slice(None), range(self._first, self._first + self.num_rows)).mT
 
     def rows_of(self, Y: Tensor) -> Tensor:
-        """Return this rank's rows of a matrix that has the rows of all ranks, and a matrix of this rank's rows as it is."""
+        """Return this rank's rows of a matrix, which has the rows of all ranks or of this one."""
         return Y[self._first : self._first + self.num_rows] if len(Y) == self.shape[0] else Y
 
     @property
     def values(self) -> Tensor | None:
+        """The entries that this rank has."""
         return self.local.values
 
     def check_finite(self, product: Tensor) -> None:
         """Raise ValueError on every rank if the product of one of them has NaN or infinity."""
-        count = self.ranks.sum((~product.isfinite()).sum())
-        if bool(count):
+        if bool(self.ranks.sum((~product.isfinite()).sum())):
             self.local.check_finite(product)
             raise ValueError(
                 "A must be finite, and the rows of another rank have NaN or infinity: use torch.nan_to_num"
@@ -129,16 +110,15 @@ class ShardedOperand(Operand):
 def sharded_operand(A: Any) -> ShardedOperand | None:
     """Return the operand of a RowSharded, or of a DTensor that is sharded by rows; None of anything else."""
     if isinstance(A, RowSharded):
-        return A.operand
+        return ShardedOperand(*A.parts)
     module = sys.modules.get("torch.distributed.tensor")  # Without this import there are no DTensors.
     if module is None or not isinstance(A, module.DTensor):
         return None
     if A.device_mesh.ndim != 1 or not A.placements[0].is_shard(0):
-        raise ShapeError(
-            f"a DTensor must be sharded by rows over a mesh of one dimension, and has the placements {A.placements} "
-            f"over {A.device_mesh.ndim} dimensions: use A.redistribute(placements=[Shard(0)])"
-        )
-    return RowSharded(A.to_local(), A.device_mesh.get_group()).operand
+        placements = f"has the placements {A.placements} over {A.device_mesh.ndim} dimensions"
+        rule = "a DTensor must be sharded by rows over a mesh of one dimension"
+        raise ShapeError(f"{rule}, and {placements}: use A.redistribute(placements=[Shard(0)])")
+    return ShardedOperand(*RowSharded(A.to_local(), A.device_mesh.get_group()).parts)
 
 
 KINDS.append(sharded_operand)
