@@ -132,7 +132,7 @@ def cqrrpt(
 
     Reference: Melnichenko, Balabanov, Murray, Demmel, Mahoney and Luszczek (2023), arXiv:2311.08316.
     """
-    sharded, whole = sharded_operand(M), M
+    sharded, matrix = sharded_operand(M), M
     M = as_operand(as_dense("M", M) if sharded is None else as_dense("M", sharded.local.A), "M", batched=False).A
     m, n = M.shape if sharded is None else sharded.shape
     rule = f"between 1 and {_MOST_GAMMA:g}"
@@ -149,7 +149,7 @@ def cqrrpt(
         small = _factor(R, len(R) + n, rtol, seed)
         result = CQRRPTResult(rotate(Q, small.Q), small.R, small.P)
     # The probes use a different kind of stream than the sketch, so they are independent.
-    return (*result, estimate_error(whole, result, seed=seed ^ 1)) if return_error else result
+    return (*result, estimate_error(matrix, result, seed=seed ^ 1)) if return_error else result
 
 
 def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:

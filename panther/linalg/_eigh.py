@@ -202,7 +202,7 @@ def _project(
     k = check_rank(k, operand)
     width = k + check_size("oversample", oversample, least=0)
     block, blocks = krylov_blocks(width, check_n_iter(n_iter))
-    seed = check_seed(seed)
+    seed = operand.ranks.seed(check_seed(seed))
     if block * blocks >= n:
         P = operand.eye()
         Y = operand.matmul(P)

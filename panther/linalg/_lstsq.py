@@ -151,6 +151,7 @@ def sketch_lstsq(
     """
     if (sharded := sharded_operand(A)) is not None:
         A, b = _from_shards(sharded, b)
+        seed = sharded.ranks.seed(check_seed(seed))
     operand = as_operand(A, batched=False)
     b = _right_hand_side(b, operand)
     check_finite("b", b)

@@ -116,7 +116,7 @@ def qb(
     most = min(operand.shape[-2:]) if k is None else check_rank(k, operand)
     tol, n_iter = check_tol(tol), check_n_iter(n_iter)
     block_size = check_size("block_size", block_size, least=1)
-    seed = check_seed(seed)
+    seed = operand.ranks.seed(check_seed(seed))
     if tol is not None:
         operand.scale = _power_of_two(operand, seed)
     n = operand.shape[-1]

@@ -88,7 +88,7 @@ def rangefinder(
     operand = as_operand(A)
     k = check_rank(k, operand)
     n_iter = check_n_iter(n_iter)
-    seed = check_seed(seed)
+    seed = operand.ranks.seed(check_seed(seed))
     Y = operand.matmul(sign_matrix(operand, k, seed))
     operand.check_finite(Y)
     Q = add_to_basis(Y, None, operand.ranks)

@@ -34,6 +34,10 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return total.to(x.device)
 
+    def seed(self, seed: int) -> int:
+        """Return the seed of the first rank, because without one every rank draws its own."""
+        return int(self.gather(torch.tensor(seed))[0])
+
     def norm(self, x: Tensor) -> Tensor:
         """Return the root of the sum of squares over the ranks."""
         return x if self.size == 1 else self.sum(x.square()).sqrt()
@@ -42,9 +46,9 @@ class Ranks:
         """Return the tensors of all ranks, of one shape and dtype, stacked along a new first dimension."""
         if self.size == 1:
             return x[None]
-        sent = x.to(self._transport).contiguous()
-        gathered = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(gathered, sent, group=self.group)
+        message = x.to(self._transport).contiguous()
+        gathered = [torch.empty_like(message) for _ in range(self.size)]
+        dist.all_gather(gathered, message, group=self.group)
         return torch.stack(gathered).to(x.device)
 
 

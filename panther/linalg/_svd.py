@@ -120,7 +120,7 @@ def randomized_svd(
     tol = check_tol(tol)
     width = k + check_size("oversample", oversample, least=0)
     iterations = None if n_iter == "auto" else check_n_iter(n_iter)
-    seed = check_seed(seed)
+    seed = operand.ranks.seed(check_seed(seed))
     space = _search(operand, k, width, iterations, seed)
     if tol is None:
         U, S, V = space.triplets(k, operand.dtype)
@@ -180,8 +180,7 @@ def _search_sharded(operand: ShardedOperand, width: int, iterations: int, seed: 
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:
     """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
     m, n = operand.shape[-2:]
-    is_wide = m < n and not isinstance(operand, ShardedOperand)
-    multiply, size = (operand.rmatmul, m) if is_wide else (operand.matmul, n)
+    multiply, size = (operand.rmatmul, m) if m < n and not isinstance(operand, ShardedOperand) else (operand.matmul, n)
     probes = GaussianSketch(
         size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
     )

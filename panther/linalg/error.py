@@ -23,7 +23,7 @@ from torch import Tensor
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.linalg.operand import Operand, as_operand, check_number, driver, tensor_of
 from panther.linalg.sharded import ShardedOperand
-from panther.sketch import GaussianSketch
+from panther.sketch import GaussianSketch, check_seed
 
 # No driver draws from this stream, so the same seed can be used here.
 _STREAM = 1 << 16
@@ -98,6 +98,7 @@ def estimate_error(
         )
     confidence = check_number("confidence", confidence, "between 0 and 1", lambda number: 0 < number < 1, "0.999")
     *batch, _, n = operand.shape
+    seed = operand.ranks.seed(check_seed(seed))
     S = GaussianSketch(n, probes, seed=seed, stream=_STREAM, scale=False, dtype=operand.dtype, device=operand.device)
     omega = S.dense().expand(*batch, n, probes)
     approximated, ranks = _multiply(approximation, omega, operand), operand.ranks

@@ -17,7 +17,7 @@ from panther.sketch import SignSketch
 class RowSharded:
     r"""A matrix (m, n) whose rows are sharded over the ranks of a process group, in the order of ranks.
 
-    All drivers accept it, called on every rank with equal arguments and an integer ``seed``. What has m rows (U, Q, and
+    All drivers accept it, called on every rank with equal arguments. What has m rows (U, Q, and
     b of least squares) has the rows of this rank; the rest (S, V, B, R, P, x, and the vectors of symmetric matrices) is
     replicated. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)`` over a
     mesh of one dimension is accepted as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
@@ -38,8 +38,7 @@ class RowSharded:
 
     Example:
         >>> import panther as pr
-        >>> rows = torch.eye(4)  # this rank's share
-        >>> A = pr.linalg.RowSharded(rows)
+        >>> A = pr.linalg.RowSharded(torch.eye(4))  # this rank's share
         >>> U, S, V = pr.linalg.randomized_svd(A, 2, seed=0)
         >>> U.shape, S
         (torch.Size([4, 2]), tensor([1., 1.]))
@@ -62,7 +61,6 @@ class ShardedOperand(Operand):
 
     Attributes:
         local: The rows of this rank.
-        ranks: The ranks that have the others.
         gathers: Whether products ``A @ X`` have the rows of all ranks, as drivers of symmetric matrices need them.
     """
 
@@ -76,9 +74,9 @@ class ShardedOperand(Operand):
         Y = self.local.matmul(X if self.scale == 1 else X * self.scale)
         if not self.gathers:
             return Y
-        whole = Y.new_zeros(self.shape[0], Y.shape[1])
-        whole[self._first : self._first + self.num_rows] = Y
-        return self.ranks.sum(whole)
+        product = Y.new_zeros(self.shape[0], Y.shape[1])
+        product[self._first : self._first + self.num_rows] = Y
+        return self.ranks.sum(product)
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (rows, l) -> (n, l)
         """Return ``A.mT @ X``, the sum of the products of all ranks."""
@@ -102,9 +100,7 @@ class ShardedOperand(Operand):
         """Raise ValueError on every rank if the product of one of them has NaN or infinity."""
         if bool(self.ranks.sum((~product.isfinite()).sum())):
             self.local.check_finite(product)
-            raise ValueError(
-                "A must be finite, and the rows of another rank have NaN or infinity: use torch.nan_to_num"
-            )
+            raise ValueError("A must be finite, and another rank has NaN or infinity: use torch.nan_to_num there")
 
 
 def sharded_operand(A: Any) -> ShardedOperand | None:

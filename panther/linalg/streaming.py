@@ -34,9 +34,13 @@ _FORMAT = 1
 
 
 class PCAResult(NamedTuple):
-    """Components V (n, k), the variance (k,) along them, its ratio to that in all directions, and the mean (n,).
+    """Principal components of rows.
 
-    The variance is descending and has the divisor ``num_rows - 1``.
+    Attributes:
+        V: Components, ``(n, k)``, orthonormal columns.
+        variance: Variance along them, descending, ``(k,)``, with the divisor ``num_rows - 1``.
+        ratio: ``variance`` over the variance in all directions, ``(k,)``.
+        mean: Mean of the rows, ``(n,)``.
     """
 
     V: Tensor
@@ -162,9 +166,9 @@ class StreamingSVD:
         """
         if not isinstance(other, StreamingSVD):
             raise TypeError(f"other must be a StreamingSVD, not {type(other).__name__}: use update for rows")
-        settings, others = ((s.n, s.k, s.sketch_size, s.dtype) for s in (self, other))
-        if settings != others:
-            raise ShapeError(f"n, k, sketch_size and dtype are {settings} here and {others} in other: make both equal")
+        settings, other_settings = ((s.n, s.k, s.sketch_size, s.dtype) for s in (self, other))
+        if settings != other_settings:
+            raise ShapeError(f"n, k, sketch_size and dtype are {settings} here and {other_settings} in other: use one")
         rows, mean, count = other._stacked()
         self._reduce(*_combined(*self._stacked(), rows.to(self.device), mean.to(self.device), count))
         self.shrinkage, self._lost = self.shrinkage + other.shrinkage, self._lost + other._lost
@@ -183,17 +187,17 @@ class StreamingSVD:
             ShapeError: On every rank, if sizes or dtypes differ between ranks.
         """
         ranks = Ranks(group)
-        settings = torch.tensor([self.n, self.k, self.sketch_size, self.dtype.itemsize])
-        settings_of_ranks = ranks.gather(settings).tolist()
-        if any(other != settings_of_ranks[0] for other in settings_of_ranks):
+        settings = ranks.gather(torch.tensor([self.n, self.k, self.sketch_size, self.dtype.itemsize])).tolist()
+        if any(setting != settings[0] for setting in settings):
             names = "n, k, sketch_size and bytes per number must be equal on all ranks, and are"
-            raise ShapeError(f"{names} {settings_of_ranks}: make StreamingSVD with equal arguments on every rank")
+            raise ShapeError(f"{names} {settings}: make StreamingSVD with equal arguments on every rank")
         options: dict[str, Any] = {"sketch_size": self.sketch_size, "dtype": self.dtype, "device": self.device}
-        own, total = (StreamingSVD(self.n, self.k, **options) for _ in range(2))
-        own.merge(self)
+        local, total = (StreamingSVD(self.n, self.k, **options) for _ in range(2))
+        local.merge(self)
+        parts = local.state_dict().values()
         for rank in range(ranks.size):  # One summary at a time, so that memory does not grow with the ranks.
-            received = copy.copy(own)
-            received._set(*(ranks.sum(part if rank == ranks.rank else part * 0) for part in own.state_dict().values()))
+            received = copy.copy(local)
+            received._set(*(ranks.sum(part if rank == ranks.rank else part * 0) for part in parts))
             total.merge(received)
         return total
 
@@ -201,8 +205,7 @@ class StreamingSVD:
     def svd(self, k: int | None = None) -> tuple[Tensor, Tensor]:  # (k,), (n, k)
         """Return the k leading singular values S and right singular vectors V, whose largest entries are positive.
 
-        Raises:
-            ShapeError: If k is above the k of the summary, its default, or the number of rows.
+        k is at most the k of the summary, its default, and the number of rows; else ShapeError is raised.
         """
         k = self._check_rank(k)
         S, V = self._factors(centred=False)
@@ -215,8 +218,7 @@ class StreamingSVD:
         S, V = self._factors(centred=True)
         squares = S.double().square()
         variance, total = squares[:k] / max(1, self.num_rows - 1), float(squares.sum()) + self._lost
-        ratio = squares[:k] / (total or 1.0)
-        parts = (V[:, :k] * fix_signs(V[:, :k]), variance, ratio, self._stacked()[1])
+        parts = (V[:, :k] * fix_signs(V[:, :k]), variance, squares[:k] / (total or 1.0), self._stacked()[1])
         return PCAResult(*(part.to(self.dtype) for part in parts))
 
     @driver
@@ -240,8 +242,7 @@ class StreamingSVD:
         k = self._check_rank(k)
         if self._components is None:
             self._components = self.pca(min(self.k, self.num_rows))
-        V, _, _, mean = self._components
-        V, mean = V[:, :k].to(operand.device), mean.to(operand.device)
+        V, mean = self._components.V[:, :k].to(operand.device), self._components.mean.to(operand.device)
         if operand.dense is not None:  # Subtracting first loses no digits where the mean is large.
             return (operand.dense.to(self.dtype) - mean) @ V
         return operand.matmul(V.to(operand.dtype)).to(self.dtype) - mean @ V
@@ -269,9 +270,9 @@ class StreamingSVD:
         self._set(**state)
 
     def _set(self, rows: Tensor, mean: Tensor, numbers: Tensor) -> None:
-        *_, kept, pending, self._count = (int(size) for size in numbers[:7].tolist())
+        *_, num_kept, pending, self._count = (int(size) for size in numbers[:7].tolist())
         self.shrinkage, self._lost = numbers[7:].tolist()
-        self._sketch, self._mean = rows[:kept].to(self.device, copy=True), mean.to(self.device, copy=True)
+        self._sketch, self._mean = rows[:num_kept].to(self.device, copy=True), mean.to(self.device, copy=True)
         self._pending[:pending], self._num_pending = rows[self.sketch_size :], pending
         self._components = None
 
@@ -325,20 +326,19 @@ def _reduced(rows: Tensor, size: int) -> tuple[Tensor, float, float]:
     if len(rows) <= size:
         return rows, 0.0, 0.0
     wide = rows.double()
-    squares, W = torch.linalg.eigh(wide @ wide.mT)
-    squares, W = squares.flip(0), W.flip(1)
+    squares, W = (part.flip(-1) for part in torch.linalg.eigh(wide @ wide.mT))
     if bool(squares[size] > _GRAM_REACH * squares[0]):
         subtracted = squares[size]
-        kept = (W[:, :size].mT @ wide).to(rows.dtype)
-    else:  # also where rows have at most the rank ``size``, of which QR loses nothing
+        rotated = (W[:, :size].mT @ wide).to(rows.dtype)
+    else:  # QR loses nothing where the rank is at most ``size``
         S, V = _right_svd(rows)
         squares = S.double().square()
         subtracted = squares[size] if len(S) > size else squares.new_zeros(())
-        kept = S[:size, None] * V[:, :size].mT
+        rotated = S[:size, None] * V[:, :size].mT
     factors = (1 - subtracted / squares[:size].clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0).sqrt()
     factors[: size // 2] = 1
     lost = subtracted * (size - size // 2) + squares[size:].sum()
-    return kept * factors.to(kept.dtype)[: len(kept), None], float(subtracted), float(lost)
+    return rotated * factors.to(rotated.dtype)[: len(rotated), None], float(subtracted), float(lost)
 
 
 def _right_svd(rows: Tensor) -> tuple[Tensor, Tensor]:  # (p, n) -> (min(p, n),), (n, min(p, n))
@@ -358,5 +358,4 @@ def _dense_rows(operand: Operand, start: int, stop: int) -> Tensor:
     if operand.device.type == "cpu":
         return tensor_of(operand.factor[start:stop].toarray())
     index = torch.arange(start, stop, device=operand.device)
-    rows: Tensor = operand.A.to_sparse_coo().index_select(0, index).to_dense()
-    return rows
+    return torch.as_tensor(operand.A.to_sparse_coo().index_select(0, index).to_dense())

@@ -196,6 +196,19 @@ def test_what_is_sent_does_not_grow_with_the_rows():
     assert all(sent < 300_000 for sent in large.values())
 
 
+def test_without_a_seed_all_ranks_use_that_of_the_first():
+    A = with_spectrum(80, 60, torch.arange(1.0, 61) ** -0.5)
+
+    def work(A):
+        torch.manual_seed(dist.get_rank())
+        sharded = RowSharded(rows_of_rank(A))
+        _, S, V, error = pr.linalg.randomized_svd(sharded, 4, n_iter=0, return_error=True)
+        return S, V, error.frobenius, pr.linalg.qb(sharded, 4).B
+
+    first, second = on_ranks(work, 2, A)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_errors_are_raised_on_every_rank():
     def work():
         rank = dist.get_rank()
@@ -210,7 +223,7 @@ def test_errors_are_raised_on_every_rank():
             pr.linalg.cqrrpt,
             lambda A: pr.linalg.sketch_lstsq(A, torch.ones(30)),
         ):
-            with pytest.raises(ValueError, match=r"A must be finite, and the rows of another|finite and has NaN"):
+            with pytest.raises(ValueError, match=r"A must be finite, and another rank|finite and has NaN"):
                 driver(RowSharded(rows))
 
     on_ranks(work, 2)
