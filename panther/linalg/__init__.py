@@ -22,6 +22,8 @@ from panther._hints import missing_name
 
 from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh
+from ._interpolative import InterpolativeResult, interpolative
+from ._leverage import leverage_scores
 from ._lstsq import LstsqResult, sketch_lstsq
 from ._qb import QBResult, qb
 from ._rangefinder import rangefinder
@@ -35,6 +37,7 @@ __all__ = [
     "CQRRPTResult",
     "EighResult",
     "ErrorEstimate",
+    "InterpolativeResult",
     "LstsqResult",
     "NystromResult",
     "PCAResult",
@@ -45,6 +48,8 @@ __all__ = [
     "cholesky_qr",
     "cqrrpt",
     "estimate_error",
+    "interpolative",
+    "leverage_scores",
     "nystrom",
     "orthonormalize",
     "qb",

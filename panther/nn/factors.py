@@ -11,7 +11,7 @@ by :math:`U^T S`.
 
 __all__ = [
     "check_dense", "check_init", "check_shapes", "fittable", "inherit_attributes", "inherit_settings",
-    "interpolated_rows", "leading_factors", "learnable_factors", "lstsq_by_groups", "lstsq_factors",
+    "leading_factors", "learnable_factors", "lstsq_by_groups", "lstsq_factors",
     "overrides_forward", "settings_refusal", "weight_refusal",
 ]  # fmt: skip
 
@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from panther._torch import buffers_of, children_of, has_gradient_hooks, has_hooks, parameters_of
 from panther.errors import ShapeError
-from panther.linalg import cqrrpt, randomized_svd
+from panther.linalg import randomized_svd
 from panther.sketch import signs
 
 # From this size on, and for ranks of at most an eighth of it, the randomized SVD is 2 to 13 times faster than LAPACK's.
@@ -36,8 +36,6 @@ _RANK_FRACTION = 8
 _ITERATIONS = 10
 
 _INITS = ("lstsq", "random")
-# Bound of an interpolation's coefficients. With a bound near 1, exchanges of rows are frequent and gain little.
-_LARGEST_COEFFICIENT = 2.0
 
 
 def check_init(init: str) -> None:
@@ -195,44 +193,6 @@ def learnable_factors(
     entries = signs(seed, 0, range(rows), range(columns), dtype=left.dtype, device=left.device)
     entries = entries.view(*is_used.shape, columns).mT * torch.where(level > 0, level, 1.0)
     return torch.where(is_used[..., None, :], left, entries), torch.where(is_used[..., None], right, 0.0)
-
-
-def interpolated_rows(
-    left: Tensor,  # (rows, rank)
-    right: Tensor,  # (rank, columns)
-) -> tuple[Tensor, Tensor, Tensor]:  # (rows,) int64, (rank, columns), (rows - rank, rank); float64
-    """Return an order, P and C with ``(left right)[order] = [P; C P]``: an interpolative decomposition of the rows.
-
-    QR with column pivoting of the transpose selects the rows P. Then rows are exchanged as long as an exchange at least
-    doubles the volume that they span. Therefore no entry of C exceeds 2 in magnitude, and rounding P and C costs little
-    for any singular values. The product is not formed.
-
-    Reference: H. Cheng, Z. Gimbutas, P. G. Martinsson and V. Rokhlin, "On the compression of low rank matrices", SIAM
-    J. Sci. Comput. 26, 2005, doi:10.1137/030602678; exchanges of rows as in S. A. Goreinov et al., "How to find a good
-    submatrix", 2010, doi:10.1142/9789812836021_0015.
-    """
-    rank = right.shape[0]
-    left, right = left.double(), right.double()
-    # If the rows of ``right`` are orthonormal, the rows of ``left`` have the angles and norms of the product's rows.
-    B = left @ torch.linalg.qr(right.mT, mode="r").R.mT
-    _, R, order = cqrrpt((B / B.abs().max().clamp_min(torch.finfo(B.dtype).tiny)).mT, seed=0)
-    r = R.shape[0]  # the numerical rank, which can be less than `rank`
-    C = torch.linalg.solve_triangular(R[:, :r], R[:, r:], upper=True).mT.contiguous()
-    places = torch.arange(R.shape[1], device=R.device)
-    while C.numel() and C.abs().max() > _LARGEST_COEFFICIENT:
-        i, j = divmod(int(C.abs().argmax()), r)
-        step = C[i].clone()
-        pivot = step[j].item()
-        step[j] -= 1
-        C[i] = 0
-        C[i, j] = 1  # Rows i and j exchange their places, and all rows get their coordinates in the new P.
-        C.addr_(C[:, j].clone(), step, alpha=-1 / pivot)
-        places[[j, r + i]] = places[[r + i, j]]
-    if not torch.equal(places, places.sort().values):  # Solve again, without the rounding errors of the exchanges.
-        order, R = order[places], R[:, places]
-        C = torch.linalg.solve(R[:, :r], R[:, r:]).mT
-    coefficients = F.pad(C[rank - r :], (0, rank - r))
-    return order, left[order[:rank]] @ right, coefficients
 
 
 def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,9 @@ from panther.errors import (
     check_floating,
     check_size,
 )
+from panther.linalg import interpolative
 from panther.nn.base import LinearGeometry, check_linear_input
-from panther.nn.factors import check_dense, check_shapes, fittable, interpolated_rows, leading_factors
+from panther.nn.factors import check_dense, check_shapes, fittable, leading_factors
 from panther.nn.pairs import LinearPair
 from panther.nn.protocol import allow_saving
 from panther.nn.sketch_record import has_values
@@ -246,8 +247,8 @@ class InterpolativeLinear(LinearGeometry):
     ) -> Self:
         """Make ``left @ right`` the weight, exactly except for rounding.
 
-        The skeleton is chosen by pivoted QR (:func:`panther.linalg.cqrrpt`) and exchanges until no coefficient is above
-        2 in size; all of it in float64, and without forming the product.
+        :func:`panther.linalg.interpolative` chooses the skeleton, in float64 and without forming the product, so that
+        no coefficient is above 2 in size.
 
         Raises:
             ShapeError: If a shape differs.
@@ -267,11 +268,17 @@ class InterpolativeLinear(LinearGeometry):
         for name, factor in (("left", left), ("right", right)):
             if not factor.isfinite().all():
                 raise ValueError(f"{name} has entries that are NaN or infinite")
+        left, right = left.double(), right.double()
+        if not self.keeps_rows:  # The columns of a product are the rows of its transpose.
+            left, right = right.mT, left.mT
+        # With orthonormal rows on the right, the rows of ``left`` have the angles and norms of the product's rows.
+        J, T, *_ = interpolative(left @ torch.linalg.qr(right.mT, mode="r").R.mT, self.low_rank, dim=-2, seed=0)
+        is_mixed = torch.ones(len(left), dtype=torch.bool, device=left.device).index_fill_(0, J, False)
+        order = torch.cat((J, is_mixed.nonzero()[:, 0]))
+        skeleton, coefficients = left[J] @ right, T[is_mixed]
         if self.keeps_rows:
-            order, skeleton, coefficients = interpolated_rows(left, right)
             order = order.argsort()
         else:
-            order, skeleton, coefficients = interpolated_rows(right.mT, left.mT)
             skeleton, coefficients = skeleton.mT, coefficients.mT
         self.order.copy_(order)
         self.note_writes()

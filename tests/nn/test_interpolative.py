@@ -11,7 +11,6 @@ from torch import nn
 import panther as pr
 from panther.errors import DTypeError, ShapeError, SketchMismatchError
 from panther.nn import InterpolativeLinear
-from panther.nn.factors import interpolated_rows
 from panther.nn.interpolative import stored_bytes
 from panther.nn.sketch_record import plain_state
 
@@ -63,23 +62,15 @@ def factors(case):
 )  # fmt: skip
 def test_interpolation_is_exact_and_its_coefficients_are_bounded(case):
     left, right = factors(case)
-    order, skeleton, coefficients = interpolated_rows(left, right)
-    rank = len(right)
-    assert torch.equal(order.sort().values, torch.arange(len(left)))
-    assert skeleton.shape == (rank, right.shape[1])
-    assert coefficients.shape == (len(left) - rank, rank)
-    assert not coefficients.numel() or coefficients.abs().max() <= 2 + 1e-9
-    exact = (left.double() @ right.double())[order]
+    right = nn.functional.pad(right, (0, 30))  # A weight with more columns than rows keeps rows.
+    layer = InterpolativeLinear(right.shape[1], len(left), len(right), bias=False, dtype=torch.float64)
+    layer.set_factors_(left, right)
+    assert layer.keeps_rows
+    layer.check_record()
+    assert not layer.coefficients.numel() or layer.coefficients.abs().max() <= 2 + 1e-9
+    exact = left.double() @ right.double()
     scale = exact.abs().max().clamp_min(1e-300)
-    error = torch.cat((skeleton, coefficients @ skeleton)) / scale - exact / scale
-    assert error.norm() <= 1e-12 * (exact / scale).norm()
-
-
-def test_exchanges_bound_what_pivoted_qr_does_not():
-    left, _ = factors("adversarial")
-    assert torch.linalg.solve(left[:89].mT, left[89]).abs().max() > 1e3
-    _, _, coefficients = interpolated_rows(left, torch.eye(89))
-    assert coefficients.abs().max() <= 2
+    assert (layer.weight.detach() / scale - exact / scale).norm() <= 1e-12 * (exact / scale).norm()
 
 
 @pytest.mark.parametrize(
