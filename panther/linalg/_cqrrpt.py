@@ -11,7 +11,6 @@ pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
 __all__ = ["CQRRPTResult", "cqrrpt"]
 
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -35,13 +34,16 @@ from panther.sketch import GaussianSketch, SparseSketch, check_seed
 # The sketch has this many rows more than gamma n, because singular values of small random matrices vary more.
 _MORE_ROWS = 16
 _MOST_GAMMA = 1e6
+# In float32 the sketch has at least this many rows per column, if M has _TALL rows per column. X then has a condition
+# near 2, with which the first pass of CholeskyQR is accurate enough. A second one would take longer than such a sketch.
+_FLOAT32_GAMMA, _TALL = 8, 32
 # Rows of a panel, which is gathered, solved and multiplied while it is in a CPU's cache. The Gram matrices of panels
 # are added in float64, so that rounding does not grow with m.
 _PANEL, _CUDA_PANEL = 2048, 1 << 16
 # Columns of a block of a Gram matrix. Blocks below the diagonal are not computed.
 _BLOCK = 128
-# Numbers in M from which the sketch saves time. float32 needs two passes of CholeskyQR, so its limit is higher.
-_LEAST_NUMBERS = {torch.float64: 1 << 19, torch.float32: 1 << 22}
+# Numbers in M from which the sketch saves time.
+_LEAST_NUMBERS = {torch.float64: 1 << 19, torch.float32: 1 << 20}
 _PROBES = 8
 
 
@@ -97,13 +99,13 @@ def cqrrpt(
     :math:`1 / (10 n \epsilon)` is truncated.
 
     Where a sketch would not save time, LAPACK's pivoted QR factors M with the same conventions: for wide matrices, and
-    on the CPU for matrices with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
+    on the CPU for matrices with m < 6 n, n < 64, or fewer than 2^19 numbers (2^20 in float32).
 
     Args:
         M: A dense real matrix of any shape, a tensor or a NumPy array; half precision is computed and returned in
             float32.
-        gamma: Rows of the sketch per column of M, 1 or more; there are at least n + 16 rows. More rows make the
-            diagonal of R fall more evenly, and cost time.
+        gamma: Rows of the sketch per column of M, 1 or more; there are at least n + 16 rows, and 8 n in float32 where
+            M has 32 n. More rows make the diagonal of R fall more evenly, and cost time.
         rtol: Threshold that determines the rank, in [0, 1). If it is far below eps, rounding errors count as rank.
         seed: Seed of the sketch; None draws one from torch's default CPU generator.
         return_error: Whether to return an :class:`ErrorEstimate` of the residual too.
@@ -120,7 +122,7 @@ def cqrrpt(
 
     Cost: ``3 m n^2`` flops, in products and triangular solves of whole panels (Householder's method takes
     ``4 m n^2``, a quarter of it column by column); ``8 m n`` for the sketch and :math:`O(\gamma n^3)` for its QR; a
-    second pass of CholeskyQR, ``2 m n^2``, where the first is not accurate enough, as in float32.
+    second pass of CholeskyQR, ``2 m n^2``, where the first is not accurate enough, as in float32 for m < 32 n.
 
     Example:
         >>> M = torch.ones(1000, 1) @ torch.tensor([[1.0, 3.0, 2.0]])
@@ -142,7 +144,10 @@ def cqrrpt(
     rtol = check_number("rtol", rtol, "in [0, 1)", lambda number: 0 <= number < 1, "None for the numerical rank")
     seed = check_seed(seed)
     if sharded is None:
-        result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
+        d = max(math.ceil(gamma * n), n + _MORE_ROWS)
+        if M.dtype == torch.float32 and m >= _TALL * n:
+            d = max(d, _FLOAT32_GAMMA * n)
+        result = _factor(M, d, rtol, seed)
     else:
         sharded.check_finite(M)
         Q, R = sharded_qr(M, sharded.ranks)
@@ -187,11 +192,12 @@ def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) ->
     """Return Q, R and P, of the rank at which the sketch's R nearly vanishes; None if the sketch missed part of M."""
     d, n = sketch.shape
     eps = torch.finfo(M.dtype).eps
-    _, R, P = _pivoted_qr(sketch, with_q=False)
+    # The pivots of the sketch are those of its R, and LAPACK's pivoted QR is slow.
+    _, R, P = _pivoted_qr(torch.linalg.qr(sketch, mode="r").R, with_q=False)
     # The sketch may shrink a direction by the least singular value of a random d x n matrix, over the greatest, and
-    # the remaining rank is determined again at the end.
+    # up to n columns below the cut add up. The remaining rank is determined again at the end.
     distortion = (math.sqrt(d) + math.sqrt(n)) / (math.sqrt(d) - math.sqrt(n - 1))
-    cut = max(rtol / (2 * distortion), eps**2) * R[0, 0]
+    cut = max(rtol / max(2 * distortion, 3 * math.sqrt(n)), eps**2) * R[0, 0]
     k = _count_leading(R.diagonal() > cut)
     Q, gram = _precondition(M, R[:k, :k], P[:k])
     C = _orthonormalise(Q, gram, seed)
@@ -230,11 +236,10 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
         signs = torch.where(R.diagonal() < 0, -1.0, 1.0).to(R.dtype)
         torch.mul(Q, signs, out=X)
         C = (R * signs[:, None]).double()
-    # In float32 the first pass leaves the rounding errors of sums over a panel, for any condition.
-    if loss > eps**0.75 / 8 or X.dtype == torch.float32:
+    if loss > eps**0.75 / 8:
         gram.zero_()
         for rows in _panels(X):
-            _add_gram(gram, X[rows], summed_product)
+            _add_gram(gram, X[rows])
         second = torch.linalg.cholesky(gram, upper=True)
         _solve(second.to(X.dtype), X)
         C = second @ C
@@ -252,12 +257,10 @@ def _panels(X: Tensor) -> list[slice]:
     return [slice(start, start + height) for start in range(0, len(X), height)]
 
 
-def _add_gram(
-    gram: Tensor, X: Tensor, product: Callable[[Tensor, Tensor], Tensor] = lambda left, right: left.mT @ right
-) -> None:
+def _add_gram(gram: Tensor, X: Tensor) -> None:
     """Add ``X^T X`` to ``gram``, on and above the diagonal."""
     for start in range(0, X.shape[1], _BLOCK):
-        gram[start : start + _BLOCK, start:] += product(X[:, start : start + _BLOCK], X[:, start:])
+        gram[start : start + _BLOCK, start:] += summed_product(X[:, start : start + _BLOCK], X[:, start:])
 
 
 def _squared_condition(C: Tensor, seed: int) -> float:

@@ -16,6 +16,7 @@ from tolerances import factorisation
 import panther.linalg._cqrrpt as module
 from panther.errors import DTypeError, PantherError, ShapeError
 from panther.linalg import CQRRPTResult, ErrorEstimate, cqrrpt, estimate_error
+from panther.sketch import SparseSketch
 
 DTYPES = [torch.float64, torch.float32]
 # The diagonal of R may rise by the distortion of the sketch, which is 18 for gamma = 1.25 and many columns.
@@ -190,18 +191,35 @@ def test_small_and_wide_matrices_are_those_of_lapack(dtype):
 
 
 def test_a_large_matrix_is_sketched_with_gamma_n_rows(monkeypatch):
-    shapes = []
+    sizes = []
 
-    def spy(M, *args, **kwargs):
-        shapes.append(tuple(M.shape))
-        return original(M, *args, **kwargs)
+    def spy(d, m, **options):
+        sizes.append((d, m))
+        return SparseSketch(d, m, **options)
 
-    original = module._pivoted_qr
-    monkeypatch.setattr(module, "_pivoted_qr", spy)
+    monkeypatch.setattr(module, "SparseSketch", spy)
     M = randn(4096, 128)
     results = [cqrrpt(M, gamma, seed=1) for gamma in (1, 1.25, 3)]
-    assert shapes == [(144, 128), (160, 128), (384, 128)]
+    assert sizes == [(144, 4096), (160, 4096), (384, 4096)]
     assert [check(M, result) for result in results] == [128] * 3
+
+
+def test_float32_is_sketched_to_a_condition_that_one_pass_allows(monkeypatch):
+    """Two passes made float32 slower than float64; of one, rounding must still leave Q orthonormal."""
+    monkeypatch.setitem(module._LEAST_NUMBERS, torch.float32, 1)
+    conditions = []
+
+    def spy(C, seed):
+        conditions.append(original(C, seed))
+        return conditions[-1]
+
+    original = module._squared_condition
+    monkeypatch.setattr(module, "_squared_condition", spy)
+    graded = randn(3000, 80) * torch.logspace(0, -4, 80)
+    for M in (randn(3000, 80), 1 + 0.1 * randn(3000, 80), graded, randn(9000, 64).abs()):
+        for seed in range(3):
+            check(M.float(), cqrrpt(M.float(), seed=seed))
+    assert max(conditions) * torch.finfo(torch.float32).eps <= torch.finfo(torch.float32).eps ** 0.75 / 8
 
 
 def test_kahan(path):
