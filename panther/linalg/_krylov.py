@@ -28,6 +28,9 @@ _LEAST_BLOCKS, _MOST_BLOCKS = 3, 9
 # squared singular value by at most the fraction _LAST_WORTH.
 _WORTH, _WORTH_FROM = 0.015, 100
 _LAST_WORTH = 0.3
+# The squared error of a sparse matrix is mostly outside of any k triplets, so the space must be large enough for their
+# squared singular values too, which further blocks may increase by this fraction. Products cost little there.
+_SPARSE_WORTH = 3e-5
 # Eigenvalues of a Gram matrix are wrong by some eps of the largest, so singular values below this fraction of the
 # largest one would have less than three digits. They are computed by QR of A P instead.
 _GRAM_REACH = 1e-6
@@ -172,6 +175,7 @@ class _StoppingRule:
         self.outside = min(operand.shape[-2:]) - k
         self.eps = torch.finfo(operand.dtype).eps
         self.norm = None if operand.values is None else frobenius_norm(operand.values)
+        self.is_sparse = operand.has_entries and operand.dense is None
 
     def is_enough(self, G: Tensor, values: Tensor, vectors: Tensor, scale: Tensor) -> bool:
         r"""Return whether to stop, from G, its eigenpairs and the norm of A.
@@ -207,6 +211,8 @@ class _StoppingRule:
         rounding = max((30 * self.eps) ** 2, 1e-14) * captured
         last = theta[..., -1]
         enough = remaining <= _WORTH * min(1.0, k / _WORTH_FROM) * tail + rounding
+        if self.is_sparse:
+            enough &= remaining <= _SPARSE_WORTH * captured + rounding
         enough &= gains[..., -1] <= _LAST_WORTH * last + rounding
         # A larger tail contains a singular value above the last one: a multiple one, which a block finds only b times.
         enough &= tail <= 1.01 * self.outside * last + rounding

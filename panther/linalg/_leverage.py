@@ -50,4 +50,4 @@ def leverage_scores(
     most = min(operand.shape[-2:])
     U, S, _ = randomized_svd(A, most if k is None else check_rank(k, operand), seed=seed)
     rounding = max(operand.shape[-2:]) * torch.finfo(S.dtype).eps * S[..., :1]
-    return (U * (S > rounding)[..., None, :]).square().sum(-1)
+    return (U * (rounding < S)[..., None, :]).square().sum(-1)

@@ -153,7 +153,7 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
             return whole_space(operand)
         # A Krylov space is twice as wide as the space of subspace iteration and needs fewer products with A. It gains
         # if the products are most of the work.
-        if operand.num_entries * width <= _SMALL or (not tall and small_size < 8 * width):
+        if small_size * large_size * width <= _SMALL or (not tall and small_size < 8 * width):
             columns = -(-(width + 2) // 4) * 4
             return iterate(operand, sign_matrix(operand, columns, seed, large_size), _ITERATIONS)
     elif block * blocks >= small_size:
