@@ -7,7 +7,8 @@ Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :fun
   ``.T`` (which symmetric matrices need not have).
 - The memory of an array is shared and never written, even if the array is read-only, column-major or memory-mapped. An
   array is copied if it is not aligned, has a foreign byte order, or has a negative stride.
-- Results are in float32 or float64 (half precision is computed in float32), without gradients.
+- Results are in float32 or float64 (half precision is computed in float32), without gradients. They are NumPy arrays
+  where A is a NumPy array, a matrix of scipy.sparse or a table and no argument is a tensor, and tensors otherwise.
 - ``seed`` is the seed of the random signs; None draws one from torch's default CPU generator.
 - With ``return_error=True`` they return the tuple of the results and an :class:`ErrorEstimate` of the Frobenius norm of
   A minus its approximation, from probes that are independent of the signs.

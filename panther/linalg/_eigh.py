@@ -45,7 +45,7 @@ class EighResult(NamedTuple):
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, n, l)
         """Return the approximation of A times X."""
-        return self.V @ (self.L[..., None] * (self.V.mT @ X))
+        return self.V @ (self.L[..., None] * (self.V.swapaxes(-1, -2) @ X))
 
 
 class NystromResult(NamedTuple):
@@ -61,7 +61,7 @@ class NystromResult(NamedTuple):
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, n, l)
         """Return the approximation of A times X."""
-        return self.U @ (self.L[..., None] * (self.U.mT @ X))
+        return self.U @ (self.L[..., None] * (self.U.swapaxes(-1, -2) @ X))
 
 
 @overload

@@ -48,6 +48,7 @@ def leverage_scores(
     if k is None and operand.dense is not None and operand.dense.ndim == 2:
         return cqrrpt(operand.dense, seed=seed).Q.square().sum(-1)
     most = min(operand.shape[-2:])
-    U, S, _ = randomized_svd(A, most if k is None else check_rank(k, operand), seed=seed)
+    rank = most if k is None else check_rank(k, operand)
+    U, S, _ = map(torch.as_tensor, randomized_svd(A, rank, seed=seed))
     rounding = max(operand.shape[-2:]) * torch.finfo(S.dtype).eps * S[..., :1]
     return (U * (rounding < S)[..., None, :]).square().sum(-1)

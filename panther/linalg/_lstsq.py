@@ -20,9 +20,9 @@ from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.kernels.reference import coo_tensor
-from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_gram, from_rows
+from panther.linalg._preconditioner import Preconditioner, Scaled, Spectral, from_columns, from_gram, from_rows
 from panther.linalg._ranks import sharded_qr
-from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
+from panther.linalg._refinement import MAX_STEPS, Solution, System, refine, smallest_singular_value, solve_quickly
 from panther.linalg.error import ErrorEstimate
 from panther.linalg.operand import (
     SAFE_POWER,
@@ -45,6 +45,11 @@ _DENSE_LIMIT = 1 << 29
 # Entries of a block of the sketch of a matrix-free A.
 _BLOCK = 1 << 24
 _CONFIDENCE = 0.999
+# Costs in units of a product of two entries in A^T A, for a sparse A (measured): an entry of A for a step of conjugate
+# gradients and a right-hand side; and how much less an entry of a Cholesky factorisation takes.
+_STEP, _CUBE = 0.36, 250
+# A fast iteration gains this many digits a step. If it would take most of the time of factoring, it is not tried.
+_DIGITS = 0.8
 # Warn about a backward error above this multiple of a direct solver's.
 _WARN = 100.0
 
@@ -131,10 +136,13 @@ def sketch_lstsq(
     :math:`2 \log(1/\epsilon) / \log(d / n)` times, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)`` times.
     The error takes 16 passes more, mostly. Memory beyond A and b: ``d n``.
 
-    Where A is sparse and has few columns, the Cholesky factor of A^T A preconditions in the place of the sketch, if the
-    condition allows it. A dense A is solved by QR of A itself if this is expected to be faster: with fewer than some
-    300 columns (100 with a tolerance or in float32), or with fewer than 10 to 40 rows per column. A wide A is solved by
-    a singular value decomposition. A sparse or matrix-free A is sketched if it has at least ``4 n + 64`` rows, and made
+    A sparse A is solved by conjugate gradients with its columns scaled, if the first three steps, for a known solution,
+    predict that this takes less time. Otherwise, if A has few columns, the Cholesky factor of A^T A preconditions in
+    the place of the sketch, if the condition allows it.
+
+    A dense A is solved by QR of A itself if this is expected to be faster: with fewer than some 300 columns (100 with a
+    tolerance or in float32), or with fewer than 10 to 40 rows per column. A wide A is solved by a singular value
+    decomposition. A sparse or matrix-free A is sketched if it has at least ``4 n + 64`` rows, and made
     dense otherwise. The sketch of a matrix-free A multiplies A.T by as many vectors as the sketch has rows.
 
     Example:
@@ -221,6 +229,10 @@ def _solve(
         error = ErrorEstimate(nothing, nothing, nothing, 1.0, 0) if return_error else None
         return LstsqResult(b.new_zeros(n, p), norms, 0), error
     root = math.sqrt(ridge)
+    if (solved := _quick_solution(operand, b, root, tol, seed)) is not None:
+        system, scaling, solution = solved
+        error = _error(system, scaling, solution, seed, True, powers) if return_error else None
+        return _result(solution.x, solution.residual_norm, solution.steps, powers, powers), error
     sketched = _is_worth_sketching(operand, p, tol)
     operand = operand if sketched else _densified(operand)
     N: Preconditioner
@@ -237,11 +249,43 @@ def _solve(
             _warn(solution, N)
         x, norm, steps = solution.x, solution.residual_norm, solution.steps
         error = _error(system, N, solution, seed, sketched, powers) if return_error else None
-    x = times_two_to(x.mT, [power_b - power for power_b in powers]).contiguous()
-    norm = times_two_to(norm, powers)
+    return _result(x, norm, steps, [power_b - power for power_b in powers], powers), error
+
+
+def _result(x: Tensor, norm: Tensor, steps: int, powers: list[int], norm_powers: list[int]) -> LstsqResult:
+    """Return the result from x, (p, n), and residual norms, (p,), times powers of two."""
+    x, norm = times_two_to(x.mT, powers).contiguous(), times_two_to(norm, norm_powers)
     if not bool(x.isfinite().all() & norm.isfinite().all()):
         raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
-    return LstsqResult(x, norm, steps), error
+    return LstsqResult(x, norm, steps)
+
+
+def _quick_solution(
+    operand: Operand, b: Tensor, root: float, tol: float, seed: int
+) -> tuple[System, Scaled, Solution] | None:
+    """Solve by conjugate gradients with scaled columns where A is sparse, if this takes less time than factoring."""
+    m, n = operand.shape
+    if operand.dense is not None or not operand.has_entries or operand.device.type != "cpu" or m <= n:
+        return None
+    A = operand.factor
+    largest = max(float(np.abs(A.data).max(initial=0.0)), root)
+    if not A.nnz or not math.isfinite(largest) or abs(math.frexp(largest)[1]) > SAFE_POWER[b.dtype]:
+        return None
+    step = _STEP * A.nnz * (b.shape[1] + 1)
+    limit = int(min(_gram_cost(A, n) / step, MAX_STEPS))
+    squares = np.bincount(A.indices, weights=np.square(A.data, dtype=np.float64), minlength=n)
+    goal = max(torch.finfo(b.dtype).eps, min(tol, 1.0) / 10)
+    if _DIGITS * limit < -math.log10(goal) or not float(squares.min()) > 0:
+        return None
+    scaling = Scaled(torch.from_numpy(np.sqrt(squares + root**2)).to(b.dtype), math.sqrt(float(squares.sum())))
+    system = System(operand, b, root**2)
+    solution = solve_quickly(system, scaling, tol, goal, limit, seed)
+    return None if solution is None else (system, scaling, solution)
+
+
+def _gram_cost(A: Any, n: int) -> float:
+    """Return the time of A^T A of a CSR matrix and of its Cholesky factor, in units of a product of two entries."""
+    return float(np.square(np.diff(A.indptr), dtype=np.float64).sum()) + n**3 / _CUBE
 
 
 def _factored(

@@ -3,7 +3,7 @@
 Right-hand sides, iterates and gradients are rows, (p, n), the layout whose products are fast.
 """
 
-__all__ = ["Preconditioner", "Spectral", "Triangular", "from_columns", "from_gram", "from_rows"]
+__all__ = ["Preconditioner", "Scaled", "Spectral", "Triangular", "from_columns", "from_gram", "from_rows"]
 
 import math
 from dataclasses import dataclass
@@ -79,7 +79,36 @@ class Spectral:
         return norms
 
 
-Preconditioner = Triangular | Spectral
+@dataclass(frozen=True)
+class Scaled:
+    """N = ``diag(1 / s)``, which scales the columns of A to length one."""
+
+    s: Tensor  # (n,)
+    frobenius: float  # norm of A, without the ridge that s includes
+
+    @property
+    def condition(self) -> float:
+        """Largest over smallest of s."""
+        return float(self.s.max() / self.s.min())
+
+    @property
+    def size(self) -> float:
+        """The Frobenius norm of diag(s)."""
+        return float(self.s.norm())
+
+    def to_x(self, y: Tensor) -> Tensor:  # (p, n) -> (p, n)
+        """Return ``N y``."""
+        return y / self.s
+
+    to_y = to_x
+
+    def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
+        r"""Return the norms of :math:`(N^{-2} + \text{shift}^2 I)^{-1/2}` times the gradients."""
+        norms: Tensor = (gradient / self.s.square().add(shift**2).sqrt()).norm(dim=1)
+        return norms
+
+
+Preconditioner = Triangular | Spectral | Scaled
 
 
 def from_columns(

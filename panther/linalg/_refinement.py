@@ -11,10 +11,11 @@ solvers", 2024, arXiv:2406.03468.
 Right-hand sides and iterates are rows here, (p, n), the layout whose products are fast.
 """
 
-__all__ = ["Solution", "System", "refine", "smallest_singular_value"]
+__all__ = ["MAX_STEPS", "Solution", "System", "refine", "smallest_singular_value", "solve_quickly"]
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ from panther.sketch import GaussianSketch
 # panels are larger, because the gain is small and a threaded product of matrices costs more to start.
 _PANEL_BYTES = 1 << 20
 _PANEL_BYTES_OF_MANY = 1 << 23
-_MAX_STEPS = 1000
+MAX_STEPS = 1000
+# Steps after which the speed of convergence is estimated, and the norm of an error that shows a null space, in which a
+# normal vector has a smaller component with a probability of 8e-4.
+_PILOT, _NULL = 3, 1e-3
 
 
 class System:
@@ -108,13 +112,13 @@ def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int
         stalls = stalls + 1 if best is not None and solution.excess > best.excess / 2 else 0
         if best is None or solution.excess <= best.excess:
             best = solution
-        if solution.excess <= 1 or stalls == 2 or steps >= _MAX_STEPS or stage == stages - 1:
+        if solution.excess <= 1 or stalls == 2 or steps >= MAX_STEPS or stage == stages - 1:
             break
         # The residual after a stage is spread evenly over all directions, so its norm is relevant.
         enough = 0.1 * eps * torch.maximum(size * norm, N.frobenius / size * objective)
         enough = torch.maximum(enough, 0.5 * allowed_distance)
         target = torch.where(excess > 1, torch.maximum(enough, reach * distance), distance)
-        y, new_steps = _conjugate_gradients(system, N, start, target, _MAX_STEPS - steps)
+        y, new_steps = _conjugate_gradients(system, N, start, target, MAX_STEPS - steps)
         x, steps = x + N.to_x(y), steps + new_steps
     assert best is not None
     return best
@@ -127,10 +131,43 @@ def _groups(theta: Tensor, selected: Tensor) -> list[tuple[float, Tensor]]:
     return [(float(theta[part].min()), part) for value in octave.unique() if len(part := rows[octave == value])]
 
 
+def solve_quickly(system: System, N: Preconditioner, tol: float, goal: float, limit: int, seed: int) -> Solution | None:
+    """Solve to ``tol``, first to a relative ``goal``; None if A is deficient or more than ``limit`` steps are needed.
+
+    A known random vector is solved for in the same passes. Its error after a few steps predicts how many more
+    steps a solution takes, and at the end it contains the null space of A, where x would not have least norm.
+    """
+    n = system.operand.shape[1]
+    # Normal, because a vector of signs is orthogonal to the difference of two columns every second time.
+    known = GaussianSketch(1, n, seed=seed, stream=3, dtype=system.b.dtype, device=system.b.device).dense()
+    gradient, _ = system.residual(system.b.new_zeros(system.b.shape[1], n))
+    start = N.to_y(torch.cat((gradient, system.gram(N.to_x(known)))))
+    target = start.norm(dim=1) * goal
+    target[-1] = 0.1 * _NULL * start[-1].norm() / math.sqrt(n)
+
+    def is_quick(y: Tensor) -> bool:
+        error = float((y[-1] - known[0]).norm()) / math.sqrt(n)
+        return error < goal or _PILOT * math.log(goal) >= limit * math.log(min(error, 1.0))
+
+    y, steps = _conjugate_gradients(system, N, start, target, limit, is_quick)
+    if not float((y[-1] - known[0]).norm()) < _NULL:
+        return None
+    solution = refine(system, N, N.to_x(y[:-1]), tol)
+    return replace(solution, steps=solution.steps + steps) if solution.excess <= 1 else None
+
+
 def _conjugate_gradients(
-    system: System, N: Preconditioner, residual: Tensor, target: Tensor, limit: int
+    system: System,
+    N: Preconditioner,
+    residual: Tensor,
+    target: Tensor,
+    limit: int,
+    is_quick: Callable[[Tensor], bool] = lambda y: True,
 ) -> tuple[Tensor, int]:
-    """Solve ``N^T (A^T A + ridge I) N y = residual`` by rows, to the norms in ``target``; return y and the steps."""
+    """Solve ``N^T (A^T A + ridge I) N y = residual`` by rows, to the norms in ``target``; return y and the steps.
+
+    It stops after ``_PILOT`` steps unless ``is_quick(y)``.
+    """
     y, direction, square = torch.zeros_like(residual), residual, residual.square().sum(dim=1)
     step = 0
     while step < limit and bool((active := square > target.square()).any()):
@@ -141,6 +178,8 @@ def _conjugate_gradients(
         previous_square, square = square, residual.square().sum(dim=1)
         direction = residual + torch.where(active, square / previous_square, 0.0)[:, None] * direction
         step += 1
+        if step == _PILOT and not is_quick(y):
+            break
     return y, step
 
 

@@ -53,7 +53,7 @@ class SVDResult(NamedTuple):
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
         """Return the approximation of A times X."""
-        return self.U @ (self.S[..., None] * (self.V.mT @ X))
+        return self.U @ (self.S[..., None] * (self.V.swapaxes(-1, -2) @ X))
 
 
 @overload
@@ -90,10 +90,11 @@ def randomized_svd(
             ``n_iter + 1`` blocks of 2/5 of k + oversample columns (more if they would not add up to k + oversample),
             rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" adds such
             blocks, three to nine of them, until an estimate says that more would take less than 1.5 % off the squared
-            error (less in proportion for k below 100) and less than 30 % off the last singular value's distance. Small
-            matrices, and k + oversample above an eighth of min(m, n) of matrices that are not tall, take two subspace
-            iterations with slightly more than k + oversample columns instead; from about half of min(m, n) on, A is
-            decomposed outright.
+            error (less in proportion for k below 100) and less than 30 % off the last singular value's distance; of a
+            sparse matrix, also until more would add less than 3e-5 to the squared singular values. Small matrices, and
+            k + oversample above an eighth of min(m, n) of matrices that are not tall, take two subspace iterations with
+            slightly more than k + oversample columns instead; from about half of min(m, n) on, A is decomposed
+            outright.
         seed: The seed of the random signs from which the search starts.
         return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well.
 

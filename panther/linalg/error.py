@@ -146,6 +146,8 @@ def _quantile(failure: float, probes: int) -> float:
 
 def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
     """Return the product of an approximation of the operand with X."""
+    if hasattr(approximation, "_fields"):  # The result of a driver, with arrays if the driver received an array.
+        approximation = type(approximation)(*(_as_tensor(part) for part in approximation))
     if all(hasattr(approximation, name) for name in ("__matmul__", "shape", "dtype")):
         other = as_operand(approximation, "the approximation")
         if other.shape != operand.shape:
@@ -178,10 +180,14 @@ def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
         raise _shape_error(operand, problem) from error
 
 
+def _as_tensor(part: Any) -> Any:
+    return tensor_of(part) if isinstance(part, np.ndarray) else part
+
+
 def _factor(part: Any, operand: Operand) -> Tensor:
     if not isinstance(part, Tensor | np.ndarray):
         raise TypeError(f"factors must be tensors or NumPy arrays, not {type(part).__name__}: use torch.as_tensor")
-    factor = tensor_of(part) if isinstance(part, np.ndarray) else part
+    factor: Tensor = _as_tensor(part)
     if not factor.is_floating_point():
         raise DTypeError(f"a factor is {factor.dtype} and must be real and floating: use (U, S, V) or (Q, B)")
     _check_device(factor.device, operand)

@@ -8,6 +8,7 @@ __all__ = [
 import math
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -37,7 +38,11 @@ T = TypeVar("T")
 
 
 def driver(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a driver without autograd, autocast and TF32, whose short mantissas no factorisation survives."""
+    """Run a driver without autograd, autocast and TF32, whose short mantissas no factorisation survives.
+
+    Its results are arrays if its first argument is an array, a table or a matrix of scipy, and no argument is a tensor.
+    """
+    first = next(iter(signature(function).parameters))
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -48,9 +53,27 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
             torch.autocast("cuda", enabled=False),
             full_precision(),
         ):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        A = args[0] if args else kwargs[first]
+        has_tensors = any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
+        return _as_arrays(result) if not has_tensors and (_is_of_numpy(A) or _is_of_scipy(A)) else result
 
     return wrapper
+
+
+def _is_of_numpy(A: Any) -> bool:
+    """Return whether A is an array of NumPy or a table, which has a method ``to_numpy``."""
+    return isinstance(A, np.ndarray) or (not isinstance(A, Tensor) and callable(getattr(A, "to_numpy", None)))
+
+
+def _as_arrays(result: Any) -> Any:
+    """Return a result with arrays in the place of tensors."""
+    if isinstance(result, Tensor):
+        return result.numpy()
+    if not isinstance(result, tuple):
+        return result
+    parts = map(_as_arrays, result)
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
 
 
 _MATMULS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
@@ -330,9 +353,9 @@ def _from_array(name: str, A: Any) -> Any:
 
     A table has a method ``to_numpy``, as the frames of pandas and polars have.
     """
+    if not _is_of_numpy(A):
+        return A
     if not isinstance(A, np.ndarray):
-        if isinstance(A, Tensor) or not callable(getattr(A, "to_numpy", None)):
-            return A
         A = A.to_numpy()
     if isinstance(A, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, and all of its entries would count: fill it with {name}.filled(0)")

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from covering import half_of
@@ -76,7 +78,8 @@ every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS)
 
 
 def parts(result):
-    return [result] if isinstance(result, torch.Tensor) else [part for part in result if isinstance(part, torch.Tensor)]
+    tensors = map(torch.as_tensor, result) if isinstance(result, tuple) else [torch.as_tensor(result)]
+    return list(tensors)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +104,10 @@ def test_every_way_to_hold_a_matrix(driver):
         A = symmetric(shape[0], spectrum) if driver.square else with_spectrum(*shape, spectrum)
         expected = parts(driver(A, 8))
         for hold in LAYOUTS.values():
-            *result, error = driver(hold(A), 8, return_error=True)
-            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(result, expected, strict=True))
+            *result, error = driver(held := hold(A), 8, return_error=True)
+            kind = np.ndarray if isinstance(held, np.ndarray | pandas.DataFrame) else torch.Tensor
+            assert {type(part) for part in (*result, error.frobenius)} == {kind}
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(parts(tuple(result)), expected, strict=True))
             assert 0 < error.relative < 1
 
 

@@ -307,7 +307,7 @@ def test_half_precision_is_computed_in_float32(dtype):
 def test_strides_gradients_autocast_and_numpy_change_nothing():
     A, b = gaussian(2000, 20), gaussian(2000, 3, seed=1)
     expected = sketch_lstsq(A, b, seed=0)
-    assert torch.equal(sketch_lstsq(A.numpy(), b.numpy(), seed=0).x, expected.x)
+    assert np.array_equal(sketch_lstsq(A.numpy(), b.numpy(), seed=0).x, expected.x.numpy())
     assert torch.equal(sketch_lstsq(A.requires_grad_(), b, seed=0).x, expected.x)
     A = A.detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -582,3 +582,44 @@ def check_optimal(A, b, result, ridge, tol):
     frobenius = A.norm() + math.sqrt(ridge)
     norm = frobenius * (torch.hypot(r.norm(), math.sqrt(ridge) * x.norm()) + frobenius * x.norm())
     assert (A.mT @ r - ridge * x).norm() <= 10 * rounding * norm + subnormal * frobenius**2
+
+
+@pytest.mark.parametrize("case", ["plain", "graded", "ridge", "duplicates", "pair", "zero", "float32", "tol"])
+def test_a_sparse_matrix_is_solved_by_conjugate_gradients_where_it_can_be(case, monkeypatch):
+    """With scaled columns, and never where columns depend on each other, where x would not have least norm."""
+    monkeypatch.setattr(module, "_DIGITS", math.inf)
+    monkeypatch.setattr(module, "_STEP", 1e-9)
+    dense = gaussian(900, 40) * (gaussian(900, 40, seed=1) > 1)
+    b, ridge, tol = gaussian(900, 2, seed=2), 0.0, None
+    if case == "graded":
+        dense = dense * torch.logspace(0, -8, 40, dtype=torch.float64)
+    if case == "ridge":
+        ridge = 3.0
+    if case == "duplicates":
+        dense = torch.cat((dense, 3 * dense[:, :4]), 1)
+    if case == "pair":
+        dense = torch.cat((dense, 2 * dense[:, :1]), 1)
+    if case == "zero":
+        dense[:, 7] = 0
+    if case == "tol":
+        tol = 1e-3
+    solved = []
+    original = module.solve_quickly
+    monkeypatch.setattr(module, "solve_quickly", lambda *args: solved.append(original(*args)) or solved[-1])
+    A = dense.float() if case == "float32" else dense
+    eps = torch.finfo(A.dtype).eps
+    result, estimate = sketch_lstsq(A.to_sparse(), b.to(A.dtype), ridge=ridge, tol=tol, seed=0, return_error=True)
+    x = result.x.double()
+    stacked = torch.cat((A.double(), ridge**0.5 * torch.eye(A.shape[1], dtype=torch.float64)))
+    target = torch.cat((b.to(A.dtype).double(), torch.zeros(A.shape[1], 2, dtype=torch.float64)))
+    expected = torch.linalg.lstsq(stacked, target, driver="gelsd").solution
+    optimum = (stacked @ expected - target).norm(dim=0)
+    distance = (stacked @ (x - expected)).norm(dim=0)
+    assert (distance <= (1e-3 if tol else 1e4 * eps) * optimum).all()
+    assert (distance <= estimate.upper.double()).all()
+    if case in ("duplicates", "pair", "zero"):
+        torch.testing.assert_close(x, expected, atol=1e-9, rtol=0)
+    is_quick = bool(solved) and solved[0] is not None
+    assert is_quick == (case not in ("duplicates", "pair", "zero"))
+    if is_quick:
+        assert 0 < result.iterations < 40
