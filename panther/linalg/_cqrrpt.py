@@ -195,7 +195,7 @@ def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) ->
     # The pivots of the sketch are those of its R, and LAPACK's pivoted QR is slow.
     _, R, P = _pivoted_qr(torch.linalg.qr(sketch, mode="r").R, with_q=False)
     # The sketch may shrink a direction by the least singular value of a random d x n matrix, over the greatest, and
-    # up to n columns below the cut add up. The remaining rank is determined again at the end.
+    # what it leaves out are up to n columns. The remaining rank is determined again at the end.
     distortion = (math.sqrt(d) + math.sqrt(n)) / (math.sqrt(d) - math.sqrt(n - 1))
     cut = max(rtol / max(2 * distortion, 3 * math.sqrt(n)), eps**2) * R[0, 0]
     k = _count_leading(R.diagonal() > cut)

@@ -182,8 +182,11 @@ def _select(
     """Return the indices of columns, the coefficients of all columns, and the selected columns."""
     n, k = A.shape[1], most
     width = most if tol is None else min(most, _FIRST_WIDTH)
-    probed = None if tol is None else A.multiply(_gaussian(A.operand, n, seed))
-    allowed = 0.0 if probed is None or tol is None else tol * _norm(A.operand, probed)
+    probed, allowed = None, 0.0
+    if tol is not None:
+        S = GaussianSketch(_PROBES, n, seed=seed, stream=1, dtype=A.operand.dtype, device=A.operand.device)
+        probed, values = A.multiply(S.dense().mT), A.operand.values
+        allowed = tol * float(probed.double().norm() if values is None else frobenius_norm(values))
     while True:
         order, rank = A.pivots(width, oversample, seed)
         Q, R = _qr(A.select(order[:rank]))
@@ -206,11 +209,6 @@ def _select(
     return order[:k], T, A.select(order[:k])
 
 
-def _norm(operand: Operand, probed: Tensor) -> float:
-    """Return the Frobenius norm of A, which the probes estimate if A has no entries."""
-    return float(probed.double().norm() if operand.values is None else frobenius_norm(operand.values))
-
-
 def _needed(Q: Tensor, probed: Tensor, allowed: float) -> tuple[int, bool]:
     """Return how many columns of Q bring the residual of probes to the allowed norm, and whether any number does."""
     inside = Q.mT @ probed
@@ -224,11 +222,6 @@ def _qr(C: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q with columns that are orthonormal to rounding, and R."""
     Q, near, R = near_qr(C)
     return rotate(Q, near), R
-
-
-def _gaussian(operand: Operand, rows: int, seed: int) -> Tensor:
-    probes = GaussianSketch(_PROBES, rows, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
-    return probes.dense().mT
 
 
 def _exchange(order: Tensor, C: Tensor) -> bool:  # (n,), (n - r, r)

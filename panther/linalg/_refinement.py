@@ -134,23 +134,23 @@ def _groups(theta: Tensor, selected: Tensor) -> list[tuple[float, Tensor]]:
 def solve_quickly(system: System, N: Preconditioner, tol: float, goal: float, limit: int, seed: int) -> Solution | None:
     """Solve to ``tol``, first to a relative ``goal``; None if A is deficient or more than ``limit`` steps are needed.
 
-    A known random vector is solved for in the same passes. Its error after a few steps predicts how many more
+    A random vector is recovered from its product in the same passes. Its error after a few steps predicts how many more
     steps a solution takes, and at the end it contains the null space of A, where x would not have least norm.
     """
     n = system.operand.shape[1]
     # Normal, because a vector of signs is orthogonal to the difference of two columns every second time.
-    known = GaussianSketch(1, n, seed=seed, stream=3, dtype=system.b.dtype, device=system.b.device).dense()
+    probe = GaussianSketch(1, n, seed=seed, stream=3, dtype=system.b.dtype, device=system.b.device).dense()
     gradient, _ = system.residual(system.b.new_zeros(system.b.shape[1], n))
-    start = N.to_y(torch.cat((gradient, system.gram(N.to_x(known)))))
+    start = N.to_y(torch.cat((gradient, system.gram(N.to_x(probe)))))
     target = start.norm(dim=1) * goal
     target[-1] = 0.1 * _NULL * start[-1].norm() / math.sqrt(n)
 
     def is_quick(y: Tensor) -> bool:
-        error = float((y[-1] - known[0]).norm()) / math.sqrt(n)
+        error = float((y[-1] - probe[0]).norm()) / math.sqrt(n)
         return error < goal or _PILOT * math.log(goal) >= limit * math.log(min(error, 1.0))
 
     y, steps = _conjugate_gradients(system, N, start, target, limit, is_quick)
-    if not float((y[-1] - known[0]).norm()) < _NULL:
+    if not float((y[-1] - probe[0]).norm()) < _NULL:
         return None
     solution = refine(system, N, N.to_x(y[:-1]), tol)
     return replace(solution, steps=solution.steps + steps) if solution.excess <= 1 else None

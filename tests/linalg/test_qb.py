@@ -110,8 +110,8 @@ def test_every_kind_of_matrix():
                 assert relative_error(A, *result) <= tol
             Q, error = rangefinder(operand, 6, seed=0, return_error=True)
             Q = torch.as_tensor(Q)
-            exact = frobenius(A - Q @ (Q.mT @ A))
-            assert exact / 2 < error.frobenius < 2 * exact < 2 * error.upper
+            exact = float(frobenius(A - Q @ (Q.mT @ A)))
+            assert exact / 2 < float(error.frobenius) < 2 * exact < 2 * float(error.upper)
 
 
 def test_error_estimates_and_seeds():

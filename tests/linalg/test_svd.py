@@ -2,7 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
+import scipy.sparse
+import scipy.sparse.linalg
 import torch
 from fuzzing import fuzz, is_a_sentence
 from hypothesis import given
@@ -306,3 +309,10 @@ def test_symmetric_matrices_have_equal_factors_up_to_signs():
     A = symmetric(200, [5.0, -4.0, 3.0, -2.0])
     U, _, V = randomized_svd(A, 4, seed=0)
     assert torch.allclose((U * V).sum(0), torch.tensor([1.0, -1, 1, -1], dtype=torch.float64))
+
+
+def test_a_sparse_matrix_without_decay_is_captured():
+    """Two subspace iterations captured 8 % less than the best where scikit-learn's seven captured 3 % less."""
+    A = scipy.sparse.random_array((6000, 3000), density=0.003, format="csr", rng=0)
+    best = np.linalg.norm(scipy.sparse.linalg.svds(A, 20, rng=0)[1])
+    assert np.linalg.norm(randomized_svd(A, 20, seed=0).S) >= 0.97 * best
