@@ -69,7 +69,7 @@ def _is_of_numpy(A: Any) -> bool:
 def _as_arrays(result: Any) -> Any:
     """Return a result with arrays in the place of tensors."""
     if isinstance(result, Tensor):
-        return result.numpy()
+        return result.cpu().numpy()
     if not isinstance(result, tuple):
         return result
     parts = map(_as_arrays, result)
