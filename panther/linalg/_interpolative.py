@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from panther.errors import check_size
+from panther.errors import ShapeError, check_size
 from panther.linalg._cqrrpt import cqrrpt
 from panther.linalg._rangefinder import check_rank, check_tol, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
@@ -108,6 +108,7 @@ def interpolative(
         a lower rank than k, the columns that it does not need have coefficients of zero.
 
     Raises:
+        ShapeError: If A is sharded over several ranks.
         ValueError: If neither k nor tol is given, tol is outside [0, 1), or ``dim`` is neither of both dimensions.
 
     Cost: products of A with ``2 k + oversample`` columns, a pivoted QR of the sketch, ``2 n (k + oversample)^2``, and
@@ -128,6 +129,11 @@ def interpolative(
     (2005), doi:10.1137/030602678.
     """
     operand = as_operand(A, batched=False)
+    if operand.ranks.size > 1:
+        raise ShapeError(
+            f"interpolative takes a whole matrix, and A is sharded over {operand.ranks.size} ranks: gather A, or use "
+            "randomized_svd"
+        )
     if k is None and tol is None:
         raise ValueError(
             "interpolative must know when to stop, and k and tol are both None: pass a rank k, or a tolerance such as "

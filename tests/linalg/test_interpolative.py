@@ -11,7 +11,7 @@ import torch
 from matrices import gaussian, orthogonal, with_spectrum
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg import interpolative, leverage_scores
+from panther.linalg import RowSharded, interpolative, leverage_scores
 
 BOUND = 2 + 1e-6
 i = torch.arange(1.0, 91.0)
@@ -178,6 +178,14 @@ def test_one_seed_one_result():
 def test_bad_input(arguments, kind, message):
     with pytest.raises(kind, match=message):
         interpolative(**{"A": torch.eye(5), "k": 2, **arguments})
+
+
+def test_rows_that_are_sharded_over_several_ranks_are_refused(monkeypatch):
+    A = RowSharded(gaussian(30, 20))
+    assert torch.equal(interpolative(A, 4, seed=0).J, interpolative(gaussian(30, 20), 4, seed=0).J)
+    monkeypatch.setattr(A.parts[1], "size", 2)
+    with pytest.raises(ShapeError, match="sharded over 2 ranks: gather A"):
+        interpolative(A, 4, seed=0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 7), (7, 40), (3000, 200), (0, 4), (4, 0)])
