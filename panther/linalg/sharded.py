@@ -18,8 +18,8 @@ class RowSharded:
     r"""A matrix (m, n) whose rows are sharded over the ranks of a process group, in the order of ranks.
 
     All drivers except ``interpolative`` accept it, called on every rank with equal arguments. What has m rows (U, Q,
-    and b of least squares) has the rows of this rank; the rest (S, V, B, R, P, x, and the vectors of symmetric matrices) is
-    replicated. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)`` over a
+    and b of least squares) has the rows of this rank; the rest (S, V, B, R, P, x, and the vectors of symmetric
+    matrices) is replicated. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)`` over a
     mesh of one dimension is accepted as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
 
     Rows are never sent: sums of n x l numbers are, l the columns of a block, and triangles of l x l; a symmetric A
