@@ -59,6 +59,10 @@ ATTRIBUTES = {
     "panther.linalg.svd_lowrank": "panther.linalg.randomized_svd",
     "panther.linalg.PCA": "A - A.mean(0)",
     "panther.linalg.lstsq": "panther.linalg.sketch_lstsq",
+    "panther.linalg.cg": "panther.linalg.pcg",
+    "panther.linalg.hutchpp": "panther.linalg.trace",
+    "panther.linalg.slogdet": "panther.linalg.logdet",
+    "panther.linalg.Nystroem": "panther.linalg.rp_cholesky",
     "panther.sketch.CountSketch": "panther.sketch.SparseSketch",
     "panther.sketch.FJLT": "panther.sketch.SRHT",
 }

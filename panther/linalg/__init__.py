@@ -25,10 +25,14 @@ from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh
 from ._interpolative import InterpolativeResult, interpolative
 from ._leverage import leverage_scores
+from ._logdet import logdet
 from ._lstsq import LstsqResult, sketch_lstsq
+from ._pcg import NystromPreconditioner, PCGResult, nystrom_preconditioner, pcg
 from ._qb import QBResult, qb
 from ._rangefinder import rangefinder
+from ._rp_cholesky import RPCholeskyResult, rp_cholesky
 from ._svd import SVDResult, randomized_svd
+from ._trace import TraceEstimate, diag, trace
 from .error import ErrorEstimate, estimate_error
 from .orthogonal import cholesky_qr, orthonormalize
 from .sharded import RowSharded
@@ -40,24 +44,34 @@ __all__ = [
     "ErrorEstimate",
     "InterpolativeResult",
     "LstsqResult",
+    "NystromPreconditioner",
     "NystromResult",
     "PCAResult",
+    "PCGResult",
     "QBResult",
+    "RPCholeskyResult",
     "RowSharded",
     "SVDResult",
     "StreamingSVD",
+    "TraceEstimate",
     "cholesky_qr",
     "cqrrpt",
+    "diag",
     "estimate_error",
     "interpolative",
     "leverage_scores",
+    "logdet",
     "nystrom",
+    "nystrom_preconditioner",
     "orthonormalize",
+    "pcg",
     "qb",
     "randomized_eigh",
     "randomized_svd",
     "rangefinder",
+    "rp_cholesky",
     "sketch_lstsq",
+    "trace",
 ]
 
 
