@@ -15,6 +15,10 @@ Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :fun
 - They raise :class:`~panther.errors.ShapeError` where ``k``, ``oversample``, ``n_iter`` or ``block_size`` is out of
   range, or A has fewer than two dimensions; :class:`~panther.errors.DTypeError` where A is not real and floating; and
   ValueError where A, or a product with it, has NaN or infinity.
+
+:func:`pcg`, :func:`nystrom_preconditioner`, :func:`rp_cholesky`, :func:`trace`, :func:`diag` and :func:`logdet` take
+such matrices and raise such errors too. All except ``trace`` and ``diag`` take one matrix; ``rp_cholesky`` takes dense
+ones and functions.
 """
 
 from typing import Any

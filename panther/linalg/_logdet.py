@@ -61,7 +61,8 @@ def logdet(
     Warns:
         NumericalWarning: If further steps would change the result by more than the spread over the vectors.
 
-    Cost: a product of A with ``probes`` vectors for each step. Memory beyond A: ``5 n probes`` numbers.
+    Cost: a product of A with ``probes`` vectors for each step. Memory beyond A: ``probes (5 n + max_iter^2)``
+    numbers.
 
     Example:
         >>> A = torch.diag(torch.arange(1.0, 501.0) ** -2)
