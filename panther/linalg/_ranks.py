@@ -10,7 +10,7 @@ from torch import Tensor
 
 from panther.errors import DistributedError
 
-Group: TypeAlias = "dist.ProcessGroup | None"
+Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 
 
 class Ranks:

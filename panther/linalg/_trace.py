@@ -48,7 +48,7 @@ def trace(A: Any, m: int, *, semidefinite: bool = False, seed: int | None = None
     With :math:`\omega_i` random, :math:`Q_i` a basis of the products of A with all vectors except :math:`\omega_i`, and
     :math:`\mu_i = (I - Q_i Q_i^T) \omega_i` scaled to the squared norm :math:`n - m/2 + 1`, the estimate is the mean of
 
-    .. math:: \mathrm{tr}(Q_i^T A Q_i) + \mu_i^T A \mu_i, \qquad i = 1, \dots, m / 2.
+    .. math:: \mathrm{tr}(Q_i^T A Q_i) + \mu_i^T A \mu_i, \qquad 1 \le i \le m / 2.
 
     With ``semidefinite`` the approximations are Nystroem's, from m vectors, which is more accurate if the eigenvalues
     decay.
@@ -100,7 +100,7 @@ def diag(A: Any, m: int, *, symmetric: bool = False, seed: int | None = None) ->
 
     With :math:`\omega_i` random signs and :math:`Q_i` as for :func:`~panther.linalg.trace`, the estimate is the mean of
 
-    .. math:: \mathrm{diag}(Q_i Q_i^T A) + \omega_i \odot (I - Q_i Q_i^T) A \omega_i, \qquad i = 1, \dots, m / 2.
+    .. math:: \mathrm{diag}(Q_i Q_i^T A) + \omega_i \odot (I - Q_i Q_i^T) A \omega_i, \qquad 1 \le i \le m / 2.
 
     Args:
         A: Square matrix or batch, (\*batch, n, n); kinds, dtypes and errors as for :mod:`panther.linalg`.

@@ -180,8 +180,8 @@ class CompressedModule(nn.Module):
             makers = [maker for maker in dir(self) if maker.startswith("from_") and maker != "from_record"]
             raise AttributeError(
                 f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
-                f"change these tensors, make a new layer by {' or '.join(makers) or 'its class'}, or call "
-                "pr.to_linears_(model) first for a tool that looks for torch's layers"
+                f"change these tensors, make a new layer from a dense layer by {' or '.join(makers) or 'its class'}, "
+                "or call pr.to_linears_(model) first for a tool that looks for torch's layers"
             )
 
     bias: nn.Parameter | None

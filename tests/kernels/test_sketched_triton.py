@@ -236,7 +236,8 @@ def test_packing_is_undone_by_unpacking():
     packed = pack_signs(
         reference.random_block("sign", 1, 2, TAG, range(3), range(256), dtype=torch.float32, device="cpu")
     )
-    stream = reference.philox._philox_block(1, 2, TAG, range(3), range(256), 128, "cpu")
+    words = reference.philox._philox_block(1, 2, TAG, range(3), range(256), 128, "cpu")
+    stream = torch.stack(words, -1).flatten(1)
     assert torch.equal(packed.long() & 0xFFFFFFFF, stream)  # the layout is the stream's
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from panther._docstrings import inherit_arguments
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._pcg import NystromPreconditioner, check_shift, check_square, pcg
 from panther.linalg._trace import TraceEstimate
 from panther.linalg.operand import driver
+from panther.linalg.positive_definite._pcg import NystromPreconditioner, check_shift, check_square, pcg
 from panther.sketch import SignSketch, check_seed
 
 # Preconditioners are drawn with other streams, so the same seed can be used here.
