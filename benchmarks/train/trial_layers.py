@@ -6,7 +6,7 @@ widest narrower one that has at most as many numbers. The tasks, the sweep of le
 trial_optimizers.py.
 """
 
-__all__ = ["METHODS", "Pair", "with_layers"]
+__all__ = ["METHODS", "with_layers"]
 
 import functools
 import warnings
@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import panther as pr
 from benchmarks.train.optimizer_methods import Method, adamw, hidden_layers, muon, replace_layer, whole
 from benchmarks.train.optimizer_tasks import OptimizerTask
+from benchmarks.train.scratch_forms import LowRank
 from benchmarks.train.trial_optimizers import main
 from panther.errors import PerformanceWarning
 
@@ -28,29 +29,12 @@ WIDTHS = (192, 512)
 Builder = Callable[[int, int, float, bool], nn.Module]
 
 
-class Pair(nn.Module):
-    """A weight ``A B`` of rank R with two trained factors of equal size, and nn.Linear's variance at the start."""
-
-    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
-        super().__init__()
-        std = (3 * in_features * rank) ** -0.25  # then an entry of A B has variance 1 / (3 in)
-        self.A = nn.Parameter(torch.randn(in_features, rank) * std)
-        self.B = nn.Parameter(torch.randn(rank, out_features) * std)
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(*, in)`` to ``(*, out)``."""
-        rows = x.reshape(-1, x.shape[-1]) @ self.A
-        y = rows @ self.B if self.bias is None else torch.addmm(self.bias, rows, self.B)
-        return y.unflatten(0, x.shape[:-1])
-
-
 def _rank(in_features: int, out_features: int, fraction: float) -> int:
     return max(1, round(fraction * in_features * out_features / (in_features + out_features)))
 
 
 def _pair(in_features: int, out_features: int, fraction: float, bias: bool) -> nn.Module:
-    return Pair(in_features, out_features, _rank(in_features, out_features, fraction), bias)
+    return LowRank(in_features, out_features, _rank(in_features, out_features, fraction), bias)
 
 
 def _sketched(sketch: str) -> Builder:

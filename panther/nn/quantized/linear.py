@@ -60,13 +60,14 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
     Raises:
         ValueError: If ``bits`` is None and ``low_rank`` 0, which leaves no weight, or ``activations`` is unknown.
 
-    Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. The expansion
-    matters if the batch is small: on a CPU, most layers with codes are then slower than nn.Linear and only save memory;
-    for few rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by block,
-    otherwise at once. If the scales are not trained, the gradient of the input expands the weight again and does not
-    keep it. On CUDA a Triton kernel, which no GPU has run yet, multiplies up to 256 rows. With ``activations="int8"``
-    integers are multiplied, without gradients, on a CPU with instructions for it (VNNI); elsewhere the same rounded
-    numbers are multiplied in floating point, which saves nothing. Derivatives ignore the rounding.
+    Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. On a CPU with a C++
+    compiler a kernel multiplies up to 16 rows by the codes, without gradients, in less time than nn.Linear for one row.
+    Without a compiler the expansion makes small batches slower than nn.Linear; for bfloat16 see :meth:`hold_packed_`.
+    More rows are multiplied by blocks of the weight, and with gradients all of it is expanded. If the scales are not
+    trained, the gradient of the input expands the weight again and does not keep it. On CUDA a Triton kernel, which no
+    GPU has run yet, multiplies up to 256 rows. With ``activations="int8"`` integers are multiplied, without gradients,
+    on a CPU with instructions for it (VNNI); elsewhere the same rounded numbers are multiplied in floating point, which
+    saves nothing. Derivatives ignore the rounding.
 
     Example:
         >>> import torch
@@ -119,11 +120,12 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
     def hold_packed_(self, hold: bool = True) -> Self:
         """Keep a second copy of codes of 4 bits, for torch's kernel for few rows in bfloat16 without gradients.
 
-        With up to 32 rows in bfloat16 on a CPU the layer then does not expand its weight. From 4096 to 4096 features it
-        takes a tenth of the time for one row and 0.7 of it for 32 rows, and less time than nn.Linear up to 8 rows. The
-        copy has the size of the codes. It is made in the first such call, and again after the tensors changed. It is
-        not saved, and a copy of the layer makes another one. Writes to ``codes.data`` cannot be noticed: call this
-        method again after them.
+        The copy is for use without a C++ compiler: the compiled kernel needs no copy and comes first. With up to 32
+        rows in bfloat16 on a CPU the layer then does not expand its weight. From 4096 to 4096 features it takes a tenth
+        of the time for one row and 0.7 of it for 32 rows, and less time than nn.Linear up to 8 rows. The copy has the
+        size of the codes. It is made in the first such call, and again after the tensors changed. It is not saved, and
+        a copy of the layer makes another one. Writes to ``codes.data`` cannot be noticed: call this method again after
+        them.
 
         Raises:
             ValueError: If the kernel does not take the layer: bits other than 4, groups other than 32, 64, 128 or 256
