@@ -178,5 +178,5 @@ for condition, count in zip(conditions, iterations, strict=True):
 # worse the condition is.
 #
 # It pays for many rows and some hundreds of unknowns. For smaller systems it uses a direct solver, and ``iterations``
-# is then 0. It is 0 also for a right-hand side without noise, which the sketch alone solves. :doc:`/howto/linalg` says
-# which solver to use, and :doc:`/benchmarks/linalg` has times for more shapes.
+# is then 0. It is 0 also for a right-hand side without noise, which the sketch alone solves.
+# :doc:`/howto/least-squares` says which solver to use, and :doc:`/benchmarks/linalg` has times for more shapes.
