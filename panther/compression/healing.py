@@ -272,7 +272,7 @@ def heal(
         groups = _groups(distillation, replacement, config)
         progress = _Progress(distillation, checked)
         optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=config.weight_decay)
-        lines = [] if runner.show else [ProgressLines("healing: ", every_s=10.0)]
+        lines = [] if runner.show else [ProgressLines("healing: ")]
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[progress, *lines])
         try:
             # The stream has numbers of batches, which are equal on all ranks. Each rank has batches of its own.

@@ -146,9 +146,9 @@ class TrainConfig(ParallelismSettings):
     """Name of the run in the trackers."""
 
     progress: bool = True
-    """Whether the first rank shows the progress, in a line for each record. The lines are logged by
-    ``panther.train.progress`` at level INFO: a program that has set up logging gets them through its own handlers, and
-    otherwise they go to standard error."""
+    """Whether the first rank shows the progress, in a line for each tenth of the run, and each 30 seconds at least.
+    The logger ``panther.train.progress`` writes them at level INFO: a program that has set up logging gets them through
+    its own handlers, and otherwise they go to standard error."""
 
     profile: bool = False
     """Whether the first steps are profiled into ``checkpoint_dir/profile``."""

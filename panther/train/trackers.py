@@ -26,6 +26,7 @@ from panther.train.config import TrainConfig
 from panther.train.history import History
 
 _WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps; the first steps allocate and compile, and are left out of the profile
+_LINES_OF_A_RUN, _LINE_EVERY_S = 10, 30.0
 _encode = json.JSONEncoder(default=float).encode  # json.dumps would make an encoder for each line
 _log = logging.getLogger(__name__)
 _progress_log = logging.getLogger("panther.train.progress")  # TrainConfig tells programs this name
@@ -70,11 +71,15 @@ class _StepProfiler(BuiltInCallback):
 
 
 class ProgressLines(BuiltInCallback):
-    """Log a line for each record, at most one in ``every_s`` seconds, with losses, speed and remaining time."""
+    """Log lines with losses, speed and remaining time: one for each tenth of the run, and one each 30 seconds.
 
-    def __init__(self, prefix: str = "", every_s: float = 0.0) -> None:
-        self._prefix, self._every_s, self._logged_at = prefix, every_s, -math.inf
+    Records with and without validation are counted apart. The last record has a line in any case.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._begun = (0, 0.0)
+        self._logged: dict[bool, tuple[float, float]] = {}  # step and time of the last line, by whether it validates
         self._last: Mapping[str, Any] = {}
 
     def on_start(self, trainer: Any) -> None:
@@ -82,12 +87,15 @@ class ProgressLines(BuiltInCallback):
         self._begun = (trainer.step, time.perf_counter())
 
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
-        """Log the line."""
+        """Log the line, if one is due."""
         self._last = record
-        if time.perf_counter() - self._logged_at < self._every_s:
+        step, total, now = record["step"], trainer.total_steps, time.perf_counter()
+        validates = any(_is_validation(*item) for item in record.items())
+        logged_step, logged_at = self._logged.get(validates, (-math.inf, -math.inf))
+        is_due = total is not None and (step == total or step - logged_step >= total / _LINES_OF_A_RUN)
+        if not is_due and now - logged_at < _LINE_EVERY_S:
             return
-        self._logged_at = time.perf_counter()
-        step, total = record["step"], trainer.total_steps
+        self._logged[validates] = step, now
         values = [
             f"{name} {value:.4g}" for name, value in record.items() if name == "loss" or _is_validation(name, value)
         ]

@@ -54,6 +54,16 @@ def test_lines_of_records_and_of_resuming_are_shown(tmp_path, monkeypatch, capsy
     assert PANTHERS.level == logging.NOTSET
 
 
+def test_a_run_of_many_records_shows_ten_lines_and_the_last(monkeypatch, capsys):
+    set_up_logging(monkeypatch)
+    trainer = train(max_steps=205, log_every_n_steps=1)
+    lines = capsys.readouterr().err.splitlines()
+    losses = [int(line.split()[1]) for line in lines if "loss" in line and "validation" not in line]
+    assert losses == [*range(1, 205, 21), 205]
+    assert 1 < sum("validation_loss" in line for line in lines) <= 11
+    assert len(trainer.history["loss"][0]) == 205  # records are not thinned
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(list(data(80)))
