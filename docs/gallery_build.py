@@ -33,18 +33,7 @@ if not FULL:
 
 # Folders and scripts in the order of the page; a script that is missing here is an error of tests/docs/test_gallery.py.
 ORDER = {
-    "compress": [
-        "serve_an_encoder.py",
-        "encoder.py",
-        "quantize.py",
-        "vision.py",
-        "decoder.py",
-        "ranks_and_budget.py",
-        "own_metric.py",
-    ],
-    "train": ["from_scratch.py"],
-    "attention": ["linear_attention.py"],
-    "linalg": ["randomized_svd.py", "least_squares.py", "pivoted_qr.py", "custom_sketch.py"],
+    "layers": ["from_scratch.py", "linear_attention.py"],
     "distributed": [
         "data_parallel.py",
         "tensor_parallel.py",
@@ -55,6 +44,16 @@ ORDER = {
         "checkpoints_and_faults.py",
         "laptop_to_cluster.py",
     ],
+    "compress": [
+        "serve_an_encoder.py",
+        "encoder.py",
+        "quantize.py",
+        "vision.py",
+        "decoder.py",
+        "ranks_and_budget.py",
+        "own_metric.py",
+    ],
+    "linalg": ["randomized_svd.py", "least_squares.py", "pivoted_qr.py", "custom_sketch.py"],
 }
 
 

@@ -2,9 +2,10 @@
 
 Each quantizes the linear layers of a fresh copy in its usual settings, without calibration batches, and all other
 tensors are in bfloat16, as users ship them. *GPTQ* is ``pr.compress`` with ``method="activation"`` and one width for
-all linear layers, on the batches of trial_files.py. The product of quanto's int4 fails in bfloat16 on CPUs, so that
-what it keeps is measured in float32. *File MB* are the bytes of ``torch.save(model.state_dict())``. It needs
-``pip install hqq optimum-quanto torchao``; packages that are missing are left out.
+all linear layers, on the batches of trial_files.py, and *GPTQ+embeddings* rounds the embeddings too, as ``pr.compress``
+does by default. The product of quanto's int4 fails in bfloat16 on CPUs, so that what it keeps is measured in float32.
+*File MB* are the bytes of ``torch.save(model.state_dict())``. It needs ``pip install hqq optimum-quanto torchao``;
+packages that are missing are left out.
 """
 
 __all__ = ["run"]
@@ -13,7 +14,7 @@ import argparse
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from benchmarks.harness import commit, figure, print_table, write_csv
 from panther.errors import MissingExtraError, require_extra
 
 
-def run(quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows."""
+def run(quick: bool, methods: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of these methods, by default of all."""
     subject = SUBJECTS["encoder"](quick)
     for name, convert in _converters(subject).items():
+        if methods and name not in methods:
+            continue
         model, start = copy.deepcopy(subject.model), time.process_time()
         try:
             model = convert(model.bfloat16()).eval()
@@ -60,6 +63,8 @@ def _converters(subject: Subject) -> dict[str, Callable[[nn.Module], nn.Module]]
         "hqq, 4 bits": lambda model: _hqq(model, 4),
         "GPTQ, 8 bits": lambda _: _gptq(subject, "int8"),
         "GPTQ, 4 bits": lambda _: _gptq(subject, "int4"),
+        "GPTQ+embeddings, 5 bits": lambda _: _gptq(subject, "int5", exclude=None),
+        "GPTQ+embeddings, 4 bits": lambda _: _gptq(subject, "int4", exclude=None),
     }
 
 
@@ -87,11 +92,11 @@ def _hqq(model: nn.Module, bits: int) -> nn.Module:
     return model
 
 
-def _gptq(subject: Subject, form: str) -> nn.Module:
+def _gptq(subject: Subject, form: str, exclude: Any = nn.Embedding) -> nn.Module:
     model = copy.deepcopy(subject.model)
     pr.compress(
         model, budget=1.0, calibration=subject.calibration, forms=form, method="activation", seed=0,
-        exclude=nn.Embedding, allow_slower=True, measure_speed=False,
+        exclude=exclude, allow_slower=True, measure_speed=False,
     )  # fmt: skip
     return model.bfloat16()
 
@@ -105,10 +110,11 @@ def _file_bytes(model: nn.Module) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small random model, nothing written")
+    parser.add_argument("--methods", nargs="+", help="all is the default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for measured in run(arguments.quick):
+    for measured in run(arguments.quick, arguments.methods):
         rows.append(measured)
         print_table(rows[-1:])
         if not arguments.quick:

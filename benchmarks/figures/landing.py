@@ -14,9 +14,12 @@ from panther.errors import require_extra
 
 # By the first word of a row's method: the label, and the marker, colour and line, as in frontier.py.
 STYLES = {
-    "panther": ("pr.compress, embeddings included", "o", "#D55E00", "-"),
+    "panther": ("pr.compress", "o", "#D55E00", "-"),
+    "GPTQ+embeddings": ('pr.compress, method="activation" (GPTQ)', "s", "#0072B2", "-"),
     "bfloat16": ("bfloat16", "D", "#000000", " "),
-    "GPTQ": ("GPTQ of the linear layers, the rest in bfloat16", "s", "#0072B2", "-"),
+    "MatMulNBits": ("onnxruntime, 4 bits", "P", "#E69F00", " "),
+    "quantize_dynamic": ("onnxruntime, 8 bits", "*", "#E69F00", " "),
+    "GPTQ": ("GPTQ, embeddings in bfloat16", "s", "#56B4E9", "--"),
     "hqq": ("hqq, likewise", "^", "#009E73", "-"),
     "quanto": ("quanto, likewise", "v", "#666666", "-"),
     "torchao": ("torchao int8, likewise", "X", "#CC79A7", " "),
@@ -28,14 +31,14 @@ def draw_quality() -> Path:
     """Draw correlation against megabytes of the file."""
     rows = [
         row | {"method": row["method"].replace(",", " ").split()[0]}
-        for subject in ("files-encoder", "files-peers-encoder")
+        for subject in ("files-encoder", "files-peers-encoder", "onnx")
         for row in merged(subject, 1, ("method",))[1]
     ]
     pyplot = require_extra("matplotlib.pyplot", "bench")
     figure, axis = pyplot.subplots(figsize=SIZE, layout="constrained")
     draw_correlation(axis, rows, STYLES, ("file_mb", "", (8, 48)), 0.9)
     axis.set_title("all-MiniLM-L6-v2, without training", fontsize=11)
-    axis.set(xlabel="megabytes of the file (float32: 90.9)", ylabel="correlation with the original model")
+    axis.set(xlabel="megabytes of the file (float32: 90.9)", ylabel="agreement with the original model (correlation)")
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", frameon=False, fontsize=9)
     return write(figure, "landing-quality")

@@ -1,10 +1,9 @@
 """Draw the trial of a slow link: ``python -m benchmarks.figures.link`` writes docs/_static/benchmarks/*link*.svg.
 
-*link-loss*: losses against time over each link. *link-steps*: seconds a step and bytes sent. *landing-link*: seconds a
-step of four runs, for the first page.
+*link-loss*: losses against time over each link. *link-steps*: seconds a step and bytes sent.
 """
 
-__all__ = ["STYLES", "draw_landing", "draw_losses", "draw_scale", "draw_steps"]
+__all__ = ["STYLES", "draw_losses", "draw_scale", "draw_steps"]
 
 from pathlib import Path
 from typing import Any
@@ -77,24 +76,6 @@ def draw_steps(device: str, rows: Rows) -> Path:
     return write(figure, "link-steps")
 
 
-def draw_landing(rows: Rows) -> Path:
-    """Draw seconds a step over the links, for the first page."""
-    pyplot = require_extra("matplotlib.pyplot", "bench")
-    figure, axis = pyplot.subplots(figsize=(4.3, 4.4), layout="constrained")
-    for place, run in enumerate(FIRST):
-        here = {row["link"]: row for row in rows if row["run"] == run}
-        _draw_range(axis, here, place, *STYLES[run])
-    axis.set(yscale="log", ylabel="seconds a step")
-    axis.set_title("training over a slow link, two nodes", fontsize=11)
-    axis.set_xticks(range(len(LINKS)), LINKS)
-    axis.set_yticks((0.1, 0.2, 0.5, 1.0, 2.0), ("0.1", "0.2", "0.5", "1", "2"))
-    axis.minorticks_off()
-    axis.grid(alpha=0.3, axis="y")
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9)
-    return write(figure, "landing-link")
-
-
 def draw_scale(device: str, rows: Rows, predicted: Rows) -> Path:
     """Draw the advisor's seconds a step for more devices, and what the trial measured on two."""
     pyplot = require_extra("matplotlib.pyplot", "bench")
@@ -135,5 +116,4 @@ if __name__ == "__main__":
     (cpu, found), *_ = by_cpu("link-runs", 1).items()
     print(draw_losses(cpu, by_cpu("link-curves", 1)[cpu]))
     print(draw_steps(cpu, found))
-    print(draw_landing(found))
     print(draw_scale(cpu, found, by_cpu("link-scale", 1)[cpu]))

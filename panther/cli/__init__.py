@@ -83,7 +83,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments, importing the module of the chosen command only."""
     parser = argparse.ArgumentParser(
         prog="panther",
-        description="Make PyTorch models small, and their training light.",
+        description="Sketched layers for PyTorch: compress and train models, launch and plan distributed runs.",
         epilog=_EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -259,17 +259,15 @@ def result(kind, seed, accuracy):
 
 
 def test_table_and_verdict_say_what_was_measured():
-    kinds = {"dense": 0.97, "sketched": 0.96, "low-rank": 0.95}
+    kinds = {"dense": 0.97, "pair": 0.95, "sketched": 0.96}
     results = [result(kind, seed, accuracy + seed / 100) for seed in range(2) for kind, accuracy in kinds.items()]
     reloaded = {r["folder"]: r["accuracy"] for r in results}
     columns = _summarise(results, reloaded)
     table = _table(columns, 2)
     cells = {line.rpartition("  ")[0].split("  ")[0]: line.split()[-6:] for line in table.splitlines()}
-    assert cells["test accuracy, mean of 2 seeds"] == ["97.5", "%", "96.5", "%", "95.5", "%"]
+    assert cells["test accuracy, mean of 2 seeds"] == ["97.5", "%", "95.5", "%", "96.5", "%"]
     assert table.count("identical") == 3
-    assert (
-        _verdict(columns) == "Sketched: 10 % of the dense bytes, 1.0 points below dense and 1.0 points above low-rank."
-    )
+    assert _verdict(columns) == "Sketched: 10 % of the dense bytes, 1.0 points below dense, 1.0 points above pair."
     reloaded["sketched-1"] += 0.01
     assert "DIFFERENT" in _table(_summarise(results, reloaded), 2)
 
@@ -283,18 +281,19 @@ def test_demo_end_to_end(tmp_path, capfd):
     assert main(["demo", *options]) == 0
     printed, err = capfd.readouterr()
     assert err == ""
-    for kind in ("dense", "sketched", "low-rank"):
+    for kind in ("dense", "narrower", "pair", "sketched", "Monarch"):
         assert json.loads((out / f"{kind}-0" / "panther.json").read_text())["format"] == "panther"
     lines = {
         line[:30].strip(): line[30:].split()
         for line in printed.splitlines()
         if line.startswith(("param", "grad", "sketch "))
     }
-    assert lines["parameters"] == ["42,634", "11,914", "11,914"]
+    assert lines["parameters"] == ["42,634", "11,830", "11,914", "11,914", "11,914"]
     # Every parameter's gradient is sent once, in float32.
-    assert lines["gradient bytes per step"] == ["170,536", "47,656", "47,656"]
-    assert lines["sketch bytes, once"] == ["0", "32", "0"]
-    assert printed.count("identical") == 3
+    assert lines["gradient bytes per step"] == ["170,536", "47,320", "47,656", "47,656", "47,656"]
+    assert lines["sketch bytes, once"] == ["0", "0", "0", "32", "0"]
+    assert printed.count("identical") == 5
+    assert re.search(r"^seed 0: dense [\d.]+ %, narrower [\d.]+ %, pair [\d.]+ %, sketched", printed, re.M)
 
 
 @pytest.mark.distributed

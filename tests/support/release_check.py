@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,9 @@ def main(arguments):
     print(f"{wheels[0].name} works in an empty environment of {', '.join(checked)}")
     if absent:
         print(f"not checked, because no interpreter was found: Python {', '.join(absent)}: see CONTRIBUTING.md")
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    if placeholders := ", ".join(name for name, url in urls.items() if ".invalid" in url):
+        print(f"WARNING: [project.urls] of pyproject.toml has a placeholder for {placeholders}: write the address")
 
 
 def interpreters(paths):

@@ -273,5 +273,5 @@ plt.show()
 # %%
 # Differences of a point are not significant, with 500 images and few seeds.
 #
-# :doc:`/howto/compress` has the other budgets and forms. :doc:`/examples/train/from_scratch` compares sketched layers
+# :doc:`/howto/compress` has the other budgets and forms. :doc:`/examples/layers/from_scratch` compares sketched layers
 # with others of equal bytes, and :doc:`/benchmarks/train-scratch` does it on more tasks.

@@ -1,4 +1,4 @@
-"""``panther demo``: dense, sketched and low-rank networks side by side, trained on several processes."""
+"""``panther demo``: networks of five kinds of layers side by side, trained on several processes."""
 
 __all__ = ["add_parser", "run"]
 
@@ -17,13 +17,15 @@ from panther.errors import FormatError, PantherError, require_extra
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
-        "demo", description="Train dense, sketched and low-rank networks on handwritten digits, and compare them."
+        "demo",
+        description="Train a dense network on handwritten digits, and four of fewer numbers: narrower, with pairs of "
+        "nn.Linear, sketched, and with Monarch layers. Compare them.",
     )
     add_option(parser, "--nproc-per-node", positive, "processes; with --device cuda, each has a GPU", 2)
     add_old_spelling(parser, "--nproc", "--nproc-per-node")
     add_option(parser, "--epochs", positive, "epochs of each network", 20)
     add_option(parser, "--hidden", positive, "width of the hidden layers", 512)
-    add_option(parser, "--sketch-size", positive, "rank of sketched and low-rank layers", 8)
+    add_option(parser, "--sketch-size", positive, "rank of sketched layers and of pairs, and number of blocks", 8)
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: %(default)s)"
     )
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = ("epochs", "hidden", "sketch_size", "seed", "runs")
     settings = Settings(**{name: getattr(args, name) for name in names}, device=device, out=str(out))
-    networks = f"{counted(args.runs, 'seed')} of 3 networks, {counted(args.epochs, 'epoch')} each"
+    networks = f"{counted(args.runs, 'seed')} of 5 networks, {counted(args.epochs, 'epoch')} each"
     print(f"Training {networks}, on {counted(args.nproc_per_node, 'process', 'processes')} ({device}) ...", flush=True)
     # Forked processes do not import torch again, but CUDA does not survive a fork, which is unsafe on macOS as well.
     start_method = "fork" if device == "cpu" and sys.platform == "linux" else "spawn"
@@ -96,14 +98,15 @@ def _table(columns: dict[str, dict[str, Any]], runs: int) -> str:
 
 
 def _verdict(columns: dict[str, dict[str, Any]]) -> str:
-    dense, sketched, low_rank = columns.values()
+    sketched = columns["sketched"]
 
     def against(other: dict[str, Any], name: str) -> str:
         points = round(sketched["accuracy"], 1) - round(other["accuracy"], 1)  # rounded as in the table
         return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} {name}"
 
-    share = 100 * sketched["weight_bytes"] / dense["weight_bytes"]
-    return f"Sketched: {share:.0f} % of the dense bytes, {against(dense, 'dense')} and {against(low_rank, 'low-rank')}."
+    share = 100 * sketched["weight_bytes"] / columns["dense"]["weight_bytes"]
+    others = ", ".join(against(column, kind) for kind, column in columns.items() if kind != "sketched")
+    return f"Sketched: {share:.0f} % of the dense bytes, {others}."
 
 
 def _device(choice: str, nproc: int) -> str:

@@ -2,6 +2,7 @@
 
 __all__ = ["KINDS", "Settings", "accuracy", "build", "evaluate_saved", "load_digits", "train_all"]
 
+import math
 import statistics
 import threading
 import warnings
@@ -17,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from panther.distributed import CommunicationCounter, sync_sketches
 from panther.errors import PerformanceWarning, require_extra
-from panther.nn import SKLinear
+from panther.nn import MonarchLinear, SKLinear
 from panther.nn.io import load_compressed, save_compressed
 from panther.train import TrainConfig, Trainer
 
-KINDS = ("dense", "sketched", "low-rank")
+KINDS = ("dense", "narrower", "pair", "sketched", "Monarch")
 BATCH_SIZE = 64
 TRAIN_SAMPLES = 1347  # three quarters of 1,797
 
@@ -51,14 +52,21 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def build(kind: str, hidden: int, sketch_size: int) -> nn.Sequential:
-    """Return a perceptron 64 - hidden - hidden - hidden - 10 with two middle layers of the given kind."""
+    """Return a perceptron 64 - hidden - hidden - hidden - 10 with two middle layers of the given kind.
+
+    All kinds but ``"dense"`` have as many numbers as ``"sketched"``: a ``"narrower"`` network has dense layers and the
+    width for it, rounded down.
+    """
+    if kind == "narrower":
+        hidden = _narrower_width(hidden, sketch_size)
 
     def middle() -> nn.Module:
-        if kind == "dense":
+        if kind in ("dense", "narrower"):
             return nn.Linear(hidden, hidden)
-        if kind == "low-rank":
-            # One pair of factors has as many bytes as a sketched layer.
+        if kind == "pair":
             return nn.Sequential(nn.Linear(hidden, sketch_size, bias=False), nn.Linear(sketch_size, hidden))
+        if kind == "Monarch":
+            return MonarchLinear(hidden, hidden, num_blocks=sketch_size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # the command prints a note
             return SKLinear(hidden, hidden, sketch_size)
@@ -66,6 +74,12 @@ def build(kind: str, hidden: int, sketch_size: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(64, hidden), nn.ReLU(), middle(), nn.ReLU(), middle(), nn.ReLU(), nn.Linear(hidden, 10)
     )
+
+
+def _narrower_width(hidden: int, sketch_size: int) -> int:
+    """Return the largest width w whose ``2 w^2 + 77 w`` numbers are at most those of the sketched network."""
+    numbers = 77 * hidden + 4 * hidden * sketch_size
+    return int((math.sqrt(77**2 + 8 * numbers) - 77) / 4)
 
 
 def accuracy(model: nn.Module, data: TensorDataset, device: str) -> float:
@@ -82,8 +96,13 @@ def train_all(settings: Settings) -> list[dict[str, Any]]:
     tqdm.set_lock(threading.RLock())  # the default is a semaphore, which outlives a killed process
     train, test = load_digits()
     jobs = [(kind, settings.seed + run) for run in range(settings.runs) for kind in KINDS]
-    progress = tqdm(jobs, unit="network", disable=None if dist.get_rank() == 0 else True)
-    return [_train(kind, seed, train, test, settings) for kind, seed in progress]
+    results = []
+    for kind, seed in tqdm(jobs, unit="network", leave=False, disable=None if dist.get_rank() == 0 else True):
+        results.append(_train(kind, seed, train, test, settings))
+        if kind == KINDS[-1] and dist.get_rank() == 0:
+            latest = results[-len(KINDS) :]
+            tqdm.write(f"seed {seed}: " + ", ".join(f"{r['kind']} {100 * r['accuracy']:.1f} %" for r in latest))
+    return results
 
 
 def _train(kind: str, seed: int, train: TensorDataset, test: TensorDataset, settings: Settings) -> dict[str, Any]:
@@ -131,11 +150,12 @@ def _train(kind: str, seed: int, train: TensorDataset, test: TensorDataset, sett
 
 
 def evaluate_saved(folders: dict[str, str], settings: Settings) -> dict[str, float]:
-    """Return the test accuracy of saved networks by folder; each is rebuilt from its dense or low-rank architecture."""
+    """Return the test accuracy of saved networks by folder; each is rebuilt from a plain architecture."""
     _, test = load_digits()
     accuracies = {}
     for folder, kind in folders.items():
-        architecture = build("dense" if kind == "sketched" else kind, settings.hidden, settings.sketch_size)
+        plain_kind = "dense" if kind in ("sketched", "Monarch") else kind
+        architecture = build(plain_kind, settings.hidden, settings.sketch_size)
         model = load_compressed(folder, architecture.to(settings.device))
         accuracies[folder] = accuracy(model, test, settings.device)
     return accuracies
