@@ -1,5 +1,6 @@
 """``panther explain``: the topics, their text as a terminal shows it, and the pages with the same text."""
 
+import json
 import re
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def test_a_topic_is_printed_without_roles(capsys, topic):
     assert not re.search(r":\w+:`|``|\.\. \w+::", out)
     printed = re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 80))
     assert printed == re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 40))  # nothing is lost in filling
+
+
+def test_pages_as_data(capsys):
+    assert main(["explain", "--json"]) == 0
+    pages = json.loads(capsys.readouterr().out)
+    assert [page["topic"] for page in pages] == list(topics())
+    assert main(["explain", "seeds", "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page == {"topic": "seeds", "title": topics()["seeds"].splitlines()[0], "text": topics()["seeds"]}
 
 
 def test_the_forms_of_text():

@@ -1,6 +1,7 @@
 """The simulation as a user meets it: what it prints, its checks, and what it refuses."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -79,6 +80,19 @@ def test_a_dry_run_starts_nothing(capfd, monkeypatch):
     assert "repeats 701, so that each of them has 2." in samples
     assert f"{8 * PARAMETERS:,}\n" in counts
     assert f"{8 * DENSE:,}\n" in counts
+
+
+@pytest.mark.distributed
+def test_data_instead_of_tables(capfd):
+    (output,) = simulate(capfd, "--json", "--epochs", "2")
+    report = json.loads(output)
+    assert report["counts"]["gradient bytes of a rank per step"] == 8 * PARAMETERS
+    first, second, alone = report["losses"].values()
+    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(alone)
+    assert len(report["checks"]) == 6
+    assert all(report["checks"].values())
+    (output,) = simulate(capfd, "--json", "--dry-run", "--world-size", "1024")
+    assert list(json.loads(output)) == ["counts"]
 
 
 def test_shards_are_disjoint_and_leave_nothing_out():

@@ -7,6 +7,7 @@ __all__ = ["add_parser", "render", "run", "topics"]
 
 import argparse
 import difflib
+import json
 import re
 import shutil
 import textwrap
@@ -39,13 +40,18 @@ def add_parser(commands: Any) -> None:
         epilog="Pipe it into a pager to read a page at a time: panther explain seeds | less",
     )
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help=", ".join(_ORDER))
+    parser.add_argument("--json", action="store_true", help="print the page's name, title and text as JSON, or a list")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the topic, or the list of all topics."""
     texts = topics()
+    pages = [{"topic": name, "title": text.partition("\n")[0], "text": text} for name, text in texts.items()]
     if args.topic is None:
+        if args.json:
+            print(json.dumps([{"topic": page["topic"], "title": page["title"]} for page in pages], indent=2))
+            return 0
         print(format_table([("topic", "about"), *((name, text.partition("\n")[0]) for name, text in texts.items())]))
         print("\npanther explain TOPIC prints a topic.")
         return 0
@@ -53,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         near = difflib.get_close_matches(args.topic, texts, 1)
         guess = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(texts)}"
         raise PantherError(f"{args.topic!r} is not a topic: {guess}")
+    if args.json:
+        print(json.dumps(next(page for page in pages if page["topic"] == args.topic), indent=2))
+        return 0
     print(render(texts[args.topic], width=min(shutil.get_terminal_size().columns, _WIDEST)))
     return 0
 

@@ -3,6 +3,9 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
+import contextlib
+import io
+import json
 from typing import Any
 
 from panther.cli._arguments import add_option, note_if_wide, positive, positive_float, seed
@@ -33,6 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="only count samples, bytes and memory, and start nothing"
     )
+    parser.add_argument("--json", action="store_true", help="print counts, losses and checks as one object of JSON")
     parser.set_defaults(run=run)
 
 
@@ -58,8 +62,14 @@ def run(args: argparse.Namespace) -> int:
         world=world,
         **{name: getattr(args, name) for name in ("epochs", "hidden", "sketch_size", "lr", "seed")},
     )
-    simulation.print_samples(settings)
-    sent_bytes = simulation.print_counts(settings, processes=1 if args.dry_run else world)
-    if not args.dry_run and (failed := simulation.print_training(settings, sent_bytes)):
+    report: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) if args.json else contextlib.nullcontext():
+        simulation.print_samples(settings)
+        report["counts"] = simulation.print_counts(settings, processes=1 if args.dry_run else world)
+        if not args.dry_run:
+            report |= simulation.print_training(settings, report["counts"]["gradient bytes of a rank per step"])
+    if args.json:
+        print(json.dumps(report, indent=2))
+    if failed := [name for name, passed in report.get("checks", {}).items() if not passed]:
         raise DistributedError(f"checks failed: {'; '.join(failed)}. This is a bug: please report it")
     return 0

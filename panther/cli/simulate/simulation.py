@@ -141,11 +141,11 @@ def print_samples(settings: Settings) -> None:
     print(f"The sampler shuffles the {samples} and deals them to {world:,} ranks in turn{more}.")
 
 
-def print_counts(settings: Settings, processes: int) -> int:
+def print_counts(settings: Settings, processes: int) -> dict[str, int]:
     """Print the bytes that a rank sends and the memory it needs, by the cost model of ``panther advise``.
 
     Returns:
-        Bytes of gradients that a rank sends in a step.
+        The counts by their names.
 
     Raises:
         DistributedError: If the memory of this machine is too small for so many processes.
@@ -153,12 +153,11 @@ def print_counts(settings: Settings, processes: int) -> int:
     share = len(shard(settings, 0, 0))
     size = min(settings.batch // settings.world, share)
     cost = _cost(settings, settings.kind, size)
-    sent_bytes = int(cost.traffic[0].payload)
     counts = {
         "samples per step, of each rank": size,
         "samples per step, of all ranks": size * settings.world,
         "steps per epoch": -(-share // size),
-        "gradient bytes of a rank per step": sent_bytes,
+        "gradient bytes of a rank per step": cost.traffic[0].payload,
         "  with dense layers": _cost(settings, "dense", size).traffic[0].payload,
         "  sent in a ring all-reduce": cost.sent(),
         "bytes of memory per rank": cost.memory.total,
@@ -173,7 +172,7 @@ def print_counts(settings: Settings, processes: int) -> int:
             f"the tensors of {counted(processes, 'rank')} need {needed:,} bytes of memory, and this machine has "
             f"{available:,}: use a smaller --hidden{' or --world-size' if processes > 1 else ''}"
         )
-    return sent_bytes
+    return {name.strip(): round(value) for name, value in counts.items()}
 
 
 def _cost(settings: Settings, kind: str, size: int) -> Estimate:
@@ -187,7 +186,7 @@ def _cost(settings: Settings, kind: str, size: int) -> Estimate:
     return estimate(stats, cluster, layout, size * settings.world, optimizer_states=states)
 
 
-def print_training(settings: Settings, sent_bytes: int) -> list[str]:
+def print_training(settings: Settings, sent_bytes: int) -> dict[str, Any]:
     """Train on several processes and on one, and print what happens and its checks.
 
     Args:
@@ -195,7 +194,7 @@ def print_training(settings: Settings, sent_bytes: int) -> list[str]:
         sent_bytes: Bytes of gradients that a rank should send in a step.
 
     Returns:
-        The checks that fail.
+        Mean losses by epoch and test accuracies, by run, and whether each check passes.
     """
     start_method = "fork" if sys.platform == "linux" else "spawn"  # elsewhere forking is missing or unsafe
     ranks = launch(train, settings, nproc=settings.world, start_method=start_method)
@@ -203,7 +202,7 @@ def print_training(settings: Settings, sent_bytes: int) -> list[str]:
     mean = torch.stack([rank.gradient for rank in ranks]).mean(0)
     _print_gradients(settings, ranks, mean, single)
     steps = len(single.losses) // settings.epochs
-    _print_losses(steps, ranks, single)
+    report = _print_losses(steps, ranks, single)
     samples = {sample for rank in ranks for step in rank.samples[:steps] for sample in step.tolist()}
     differences = {  # each with the largest difference that passes
         "every sample is seen in epoch 1": (TRAIN_SAMPLES - len(samples), 0),
@@ -222,14 +221,14 @@ def print_training(settings: Settings, sent_bytes: int) -> list[str]:
             _ROUNDING,
         ),
     }
-    failed = [name for name, (difference, most) in differences.items() if not difference <= most]  # NaN fails, too
+    passed = {name: bool(difference <= most) for name, (difference, most) in differences.items()}  # NaN fails, too
     rows = [
-        [name, "NO" if name in failed else "yes", f"difference {difference:.2g}"]
+        [name, "yes" if passed[name] else "NO", f"difference {difference:.2g}"]
         for name, (difference, _) in differences.items()
     ]
     print("\n5. Checks\n" + format_table(rows))
     print("The processes share this machine, so their speed does not predict the speed of several nodes.")
-    return failed
+    return report | {"checks": passed}
 
 
 def _print_gradients(settings: Settings, ranks: list[Run], mean: Tensor, single: Run) -> None:
@@ -246,15 +245,20 @@ def _print_gradients(settings: Settings, ranks: list[Run], mean: Tensor, single:
     print("The mean over ranks is the mean over the whole batch, as all ranks have equally many of its samples.")
 
 
-def _print_losses(steps: int, ranks: list[Run], single: Run) -> None:
+def _print_losses(steps: int, ranks: list[Run], single: Run) -> dict[str, Any]:
     runs = {**{f"rank {index}": rank for index, rank in enumerate(ranks)}, "one process": single}
+    starts = range(0, len(single.losses), steps)
+    losses = {
+        name: [statistics.mean(run.losses[start : start + steps]) for start in starts] for name, run in runs.items()
+    }
+    accuracies = {name: run.accuracy for name, run in runs.items()}
     rows = [["epoch", *runs]]
-    for epoch, start in enumerate(range(0, len(single.losses), steps), 1):
-        means = (statistics.mean(run.losses[start : start + steps]) for run in runs.values())
+    for epoch, means in enumerate(zip(*losses.values(), strict=True), 1):
         rows.append([str(epoch), *(f"{mean:.4f}" for mean in means)])
-    rows.append(["test accuracy", *(f"{100 * run.accuracy:.1f} %" for run in runs.values())])
+    rows.append(["test accuracy", *(f"{100 * accuracy:.1f} %" for accuracy in accuracies.values())])
     print("\n4. Training: mean loss of each epoch, on the samples of each rank\n" + format_table(rows, align="<>"))
     print("Each rank draws its own network; before the first step all receive that of rank 0.")
+    return {"losses": losses, "accuracies": accuracies}
 
 
 def _relative_difference(output: Tensor, reference: Tensor) -> float:
