@@ -21,10 +21,10 @@ STYLES = {
     "quantize_dynamic": ("onnxruntime, 8 bits", "*", "#E69F00", " "),
     "GPTQ": ("GPTQ, embeddings in bfloat16", "s", "#56B4E9", "--"),
     "hqq": ("hqq, likewise", "^", "#009E73", "-"),
-    "quanto": ("quanto, likewise", "v", "#666666", "-"),
     "torchao": ("torchao int8, likewise", "X", "#CC79A7", " "),
+    "quanto": ("quanto, likewise", "v", "#666666", "-"),
 }
-SIZE = (4.3, 4.8)  # inches: as wide as a phone
+SIZE = (4.3, 6.0)  # inches: as wide as a phone
 
 
 def draw_quality() -> Path:
@@ -38,7 +38,7 @@ def draw_quality() -> Path:
     figure, axis = pyplot.subplots(figsize=SIZE, layout="constrained")
     draw_correlation(axis, rows, STYLES, ("file_mb", "", (8, 48)), 0.9)
     axis.set_title("all-MiniLM-L6-v2, without training", fontsize=11)
-    axis.set(xlabel="megabytes of the file (float32: 90.9)", ylabel="agreement with the original model (correlation)")
+    axis.set(xlabel="megabytes of the file (float32: 90.9)", ylabel="correlation with the original")
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", frameon=False, fontsize=9)
     return write(figure, "landing-quality")
