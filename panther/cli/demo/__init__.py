@@ -105,8 +105,8 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
         return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} {name}"
 
     share = 100 * sketched["weight_bytes"] / columns["dense"]["weight_bytes"]
-    others = ", ".join(against(column, kind) for kind, column in columns.items() if kind != "sketched")
-    return f"Sketched: {share:.0f} % of the dense bytes, {others}."
+    comparisons = ", ".join(against(column, kind) for kind, column in columns.items() if kind != "sketched")
+    return f"Sketched: {share:.0f} % of the dense bytes, {comparisons}."
 
 
 def _device(choice: str, nproc: int) -> str:
