@@ -22,6 +22,7 @@ SUBJECTS = (
     "linalg.cqrrpt",
     "linalg.lstsq",
     "linalg.sparse",
+    "linalg.drivers",
     "compress.tune",
     "train.trainer",
     "train.environment",

@@ -53,7 +53,15 @@ ORDER = {
         "ranks_and_budget.py",
         "own_metric.py",
     ],
-    "linalg": ["randomized_svd.py", "least_squares.py", "pivoted_qr.py", "custom_sketch.py"],
+    "linalg": [
+        "randomized_svd.py",
+        "streaming_pca.py",
+        "least_squares.py",
+        "kernel_ridge.py",
+        "pivoted_qr.py",
+        "activations.py",
+        "custom_sketch.py",
+    ],
 }
 
 

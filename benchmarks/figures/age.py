@@ -68,6 +68,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "panther/distributed/data",
     ),
     "link-scale": ("benchmarks/distributed/link_scale.py", "panther/distributed/data"),
+    "linalg-drivers": ("benchmarks/linalg/drivers.py", "panther/linalg"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
     "onnx": ("benchmarks/compress/trial_onnx.py", "panther/integrations/onnx", *_COMPRESSION),
     "optimizer-steps": ("benchmarks/train/optimizer_steps.py", "panther/optim"),

@@ -368,6 +368,16 @@ LINES = (
         where={"spectrum": "i^-0.3"},
     ),
     Line(
+        "PCA of a stream, 854 x 640, k = 40, ms",
+        "linalg-drivers",
+        _same(f"linalg-drivers{_AMD}"),
+        "time_ms",
+        {"method": "StreamingSVD, 2k rows kept"},
+        {"method": "IncrementalPCA, batches of 2k"},
+        "scikit-learn",
+        ("error", "excess error"),
+    ),
+    Line(
         "Pivoted QR, 16384 x 512, ms",
         "linalg",
         _same("cqrrpt-cpu-amd-epyc-threads-2"),
