@@ -33,7 +33,7 @@ if not FULL:
 
 # Folders and scripts in the order of the page; a script that is missing here is an error of tests/docs/test_gallery.py.
 ORDER = {
-    "layers": ["from_scratch.py", "linear_attention.py"],
+    "layers": ["first_steps.py", "from_scratch.py", "linear_attention.py"],
     "distributed": [
         "data_parallel.py",
         "tensor_parallel.py",
