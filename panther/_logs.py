@@ -1,16 +1,10 @@
 """What the library logs, on standard error, where the program has not said what should become of it."""
 
-__all__ = ["logged_items", "logs_shown"]
+__all__ = ["logs_shown"]
 
-import datetime
 import logging
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-_Item = TypeVar("_Item")
-_EVERY_S = 10.0
 
 
 @contextmanager
@@ -35,27 +29,3 @@ def logs_shown(message_format: str = "%(message)s", *, always: bool = False) -> 
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-
-
-def logged_items(
-    items: Collection[_Item],
-    description: str,
-    logger: logging.Logger,
-    *,
-    announce: bool = True,
-    every_s: float = _EVERY_S,
-) -> Iterator[_Item]:
-    """Yield items, and log at level INFO how many there are and, every ten seconds, how many are left and for how long.
-
-    ``description`` names the phase, whose items take equally long; ``announce`` logs their number before the first one.
-    """
-    if announce:
-        logger.info("%s: %d to do", description, len(items))
-    begin = logged = time.monotonic()
-    for number, item in enumerate(items):
-        now = time.monotonic()
-        if number and now - logged >= every_s:
-            left = datetime.timedelta(seconds=round((now - begin) / number * (len(items) - number)))
-            logger.info("%s: %d of %d, %s left", description, number, len(items), left)
-            logged = now
-        yield item

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from panther._process_settings import ignored_warnings
 from panther._torch import parameters_of, refresh_flat_weights
-from panther.compression.calibration.masks import Masks, ScoreFill, counted
-from panther.compression.calibration.runner import Runner, floating_tensor
+from panther.compression.calibration.batches import Masks, ScoreFill, counted, floating_tensor
+from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import blocks_of
 from panther.compression.calibration.targets import replace_modules, swap_modules
 from panther.compression.config import HealConfig

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.masks import Masks, ScoreFill, counted
+from panther.compression.calibration.batches import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import Runner, row_blocks, squares
 from panther.compression.calibration.steps import Receive, Step, input_key, watched
 from panther.compression.calibration.targets import Further, Target

@@ -1,7 +1,6 @@
 """panther compress as a user meets it: a folder of transformers, a function that returns a model, and every error."""
 
 import json
-import logging
 import re
 import signal
 import sys
@@ -15,8 +14,8 @@ import torch
 import waits
 
 import panther as pr
-from panther._logs import logged_items
 from panther.cli import main
+from panther.compression.calibration.runner import logged_items
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, install_command
 from panther.nn import LowRankLinear, QuantizedConv2d
 from panther.nn.sketch_record import plain_state
@@ -594,9 +593,9 @@ def test_phases_are_lines_where_there_is_no_terminal(models, capsys):
 
 def test_a_long_phase_says_what_is_left(monkeypatch, caplog):
     clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr("panther._logs.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("panther.compression.calibration.runner.time", SimpleNamespace(monotonic=lambda: next(clock)))
     with caplog.at_level("INFO", "panther"):
-        assert list(logged_items(range(8), "moments", logging.getLogger("panther.compression"))) == list(range(8))
+        assert list(logged_items(range(8), "moments")) == list(range(8))
     texts = [record.getMessage() for record in caplog.records]
     assert texts == ["moments: 8 to do", "moments: 2 of 8, 0:00:36 left", "moments: 5 of 8, 0:00:14 left"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import panther as pr
 from panther.compression import HealConfig
-from panther.compression.calibration.masks import Masks
+from panther.compression.calibration.batches import Masks
 from panther.compression.calibration.targets import swap_modules
 from panther.compression.forms import default_forms
 from panther.compression.healing import lost_variance

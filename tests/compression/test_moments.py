@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.calibration.runner import Runner, free_bytes, main_output
+from panther.compression.calibration.batches import main_output
+from panther.compression.calibration.runner import Runner, free_bytes
 from panther.compression.calibration.survey import select_targets, survey_targets
 from panther.compression.moments import gather_moments, moments_bytes, split_passes
 from panther.errors import CompressionError

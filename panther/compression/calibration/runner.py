@@ -6,15 +6,16 @@ numbers as every other forward of this batch, and the same state of the model.
 """
 
 __all__ = [
-    "MOMENTS", "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error",
-    "return_freed_memory", "row_blocks", "squares",
+    "MOMENTS", "Loss", "Runner", "free_bytes", "logged_items", "relative_error", "return_freed_memory", "row_blocks",
+    "squares",
 ]  # fmt: skip
 
 import ctypes
-import dataclasses
+import datetime
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -28,28 +29,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther._logs import logged_items
 from panther._process_settings import ProcessSetting
 from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import compiler_stance, is_dynamo_loaded, set_compiler_stance
 from panther.compression.calibration.batches import (
-    check_calibration,
-    copy_batch,
-    describe_batch,
-    is_empty,
-    is_sentence_model,
-    read_batches,
-    with_features,
-)
-from panther.compression.calibration.masks import (
     MASK_NAMES,
     Masks,
     Places,
     ScoreFill,
     Shapes,
+    check_calibration,
+    copy_batch,
     counted,
+    describe_batch,
     find_places,
+    floating_tensor,
+    is_empty,
+    is_sentence_model,
+    main_output,
     positions_of,
+    read_batches,
+    with_features,
 )
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
 from panther.compression.calibration.steps import Step, Watch, send
@@ -65,7 +65,6 @@ _SLOW_PATH = ProcessSetting(torch.backends.mha.get_fastpath_enabled, torch.backe
 Loss = Callable[[Tensor, Any], Tensor]
 
 MOMENTS = "moments-"  # the beginning of the names of remembered moments
-_OUTPUTS = ("logits", "scores", "sentence_embedding", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch is held out
 _BLOCK_ENTRIES = 2**20  # of a tensor that is added in float64
 # Limit and use of a container's memory, which /proc/meminfo does not show: control groups of version 2 and 1.
@@ -73,55 +72,6 @@ _CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-
-
-def floating_tensor(output: Any) -> Tensor | None:
-    """Return the tensor of :func:`main_output`, or None if there is none."""
-    return _named_tensor(output)[1]
-
-
-def main_output(output: Any) -> tuple[str, Tensor]:
-    """Return the tensor of a model's output that is compared, and an expression for its place in the output.
-
-    It is the first floating tensor that has a dimension, because a single number is a loss. In a mapping, ``logits``,
-    ``scores``, ``sentence_embedding`` and ``last_hidden_state`` come before all further ones.
-    """
-    name, tensor = _named_tensor(output)
-    advice = "pass forward_fn=, a function of the model and a batch that returns the tensor to keep"
-    if tensor is None:
-        raise CompressionError(
-            f"the model returned {_describe_output(output)}, and a floating tensor with at least one dimension is "
-            f"needed: {advice}"
-        )
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else "sparse"
-        dense = "torch.nested.to_padded_tensor(output, 0.0)" if tensor.is_nested else "output.to_dense()"
-        raise CompressionError(f"{name} of the model is a {kind} tensor, and a dense one is needed: {advice}: {dense}")
-    return name, tensor
-
-
-def _named_tensor(output: Any) -> tuple[str, Tensor | None]:
-    entries: list[tuple[str, Any]] = []
-    if isinstance(output, Tensor):
-        entries = [("the output", output)]
-    elif isinstance(output, Mapping):
-        keys = sorted(output, key=lambda key: _OUTPUTS.index(key) if key in _OUTPUTS else len(_OUTPUTS))
-        entries = [(f"output[{key!r}]", output[key]) for key in keys]
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        names = [field.name for field in dataclasses.fields(output)]
-        entries = [(f"output.{name}", getattr(output, name, None)) for name in names]
-    elif isinstance(output, (tuple, list)):
-        entries = [(f"output[{index}]", entry) for index, entry in enumerate(output)]
-    for name, entry in entries:
-        if isinstance(entry, Tensor) and entry.is_floating_point() and (entry.is_nested or entry.dim() > 0):
-            return name, entry
-    return "", None
-
-
-def _describe_output(output: Any) -> str:
-    if isinstance(output, Tensor):
-        return "a single number" if output.dim() == 0 else f"a tensor of {output.dtype}"
-    return f"a {type(output).__name__} without such a tensor"
 
 
 class Runner:
@@ -459,7 +409,7 @@ class Runner:
         if not self.show:
             is_new = description not in self._logged_phases
             self._logged_phases.add(description)
-            return logged_items(batches, description, _log, announce=is_new, every_s=every_s)
+            return logged_items(batches, description, announce=is_new, every_s=every_s)
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:
@@ -607,3 +557,22 @@ def relative_error(lost: float, total: float) -> float:
     if lost == 0:
         return 0.0
     return (lost / total) ** 0.5 if total > 0 and isfinite(lost) else inf
+
+
+def logged_items(
+    items: Collection[_Item], description: str, *, announce: bool = True, every_s: float = 10.0
+) -> Iterator[_Item]:
+    """Yield items, and log how many there are and, every ``every_s`` seconds, how many are left and for how long.
+
+    ``description`` names the phase, whose items take equally long; ``announce`` logs their number before the first one.
+    """
+    if announce:
+        _log.info("%s: %d to do", description, len(items))
+    begin = logged = time.monotonic()
+    for number, item in enumerate(items):
+        now = time.monotonic()
+        if number and now - logged >= every_s:
+            left = datetime.timedelta(seconds=round((now - begin) / number * (len(items) - number)))
+            _log.info("%s: %d of %d, %s left", description, number, len(items), left)
+            logged = now
+        yield item

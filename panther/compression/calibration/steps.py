@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import is_transformed, parameters_of, version_of
-from panther.compression.calibration.masks import Masks
+from panther.compression.calibration.batches import Masks
 from panther.compression.calibration.targets import Further, Target, kind_of_layer
 from panther.errors import CompressionError
 

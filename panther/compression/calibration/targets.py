@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import children_of, put_child
-from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.batches import Masks, counted
 from panther.errors import CompressionError
 
 # Largest number of inputs or outputs of a layer whose second moment is computed. It takes two gigabytes then. If the

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.batches import copy_batch
-from panther.compression.calibration.masks import ScoreFill, counted
+from panther.compression.calibration.batches import ScoreFill, copy_batch, counted
 from panther.compression.calibration.runner import Runner, relative_error, return_freed_memory, row_blocks, squares
 from panther.compression.calibration.steps import Receive, Step, hooked, watched
 from panther.compression.calibration.targets import Further, Survey, Target, replace_modules

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import Alias, tree_flatten, tree_unflatten, version_of
-from panther.compression.calibration.masks import Masks, ScoreFill, counted
+from panther.compression.calibration.batches import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import relative_error, squares
 from panther.compression.calibration.steps import SKIPPED_CALL, forward_replaced
 from panther.compression.calibration.survey import blocks_of

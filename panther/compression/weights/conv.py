@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.compression.calibration.masks import Masks
+from panther.compression.calibration.batches import Masks
 from panther.compression.calibration.targets import Target, register_kind
 from panther.compression.forms.base import FormSettings
 from panther.compression.weights.linear import MatrixKind

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import children_of, is_transformed
-from panther.compression.calibration.masks import Masks
+from panther.compression.calibration.batches import Masks
 from panther.compression.calibration.steps import forward_replaced
 from panther.compression.calibration.targets import Further, Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit

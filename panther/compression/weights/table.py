@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.batches import Masks, counted
 from panther.compression.calibration.targets import Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit
 from panther.compression.forms.metric import Fit

@@ -5,7 +5,7 @@ import torch
 from foreign_models import WIDTH, Model, compressed, true_error
 from torch import nn
 
-from panther.compression.calibration.masks import positions_of
+from panther.compression.calibration.batches import positions_of
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32, "added"])

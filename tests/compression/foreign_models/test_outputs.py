@@ -10,7 +10,7 @@ from foreign_models import WIDTH, Model, compressed, inputs, relative_error
 from torch import nn
 
 import panther as pr
-from panther.compression.calibration.masks import ScoreFill
+from panther.compression.calibration.batches import ScoreFill
 from panther.errors import CompressionError
 
 
