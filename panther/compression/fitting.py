@@ -11,14 +11,13 @@ from typing import Any
 from panther.compression.calibration.runner import MOMENTS, Runner, return_freed_memory
 from panther.compression.calibration.targets import Survey, Target
 from panther.compression.forms import DENSE, Fits, FormSettings, Option, Options, TargetFit, form_named, least_bytes
-from panther.compression.forms.metric import RIDGE, Fit, factor, metric_of, wide_dtype
-from panther.compression.forms.rounding import (
+from panther.compression.forms.codes import (
     JOINT_ENTRIES,
     LOSS_PER_BIT,
-    QuantizedFit,
     RoundingTask,
     fit_quantized,
 )
+from panther.compression.forms.metric import RIDGE, Fit, QuantizedFit, factor, metric_of, wide_dtype
 from panther.compression.moments import (
     Gathered,
     check_calibration,

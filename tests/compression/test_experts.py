@@ -11,8 +11,8 @@ from torch import nn
 import panther as pr
 from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import default_forms, form_named
+from panther.compression.forms.codes import RoundingTask, fit_quantized
 from panther.compression.forms.metric import metric_of
-from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments
 from panther.errors import CompressionError, NumericalWarning
 from panther.nn import QuantizedExperts, QuantizedLinear

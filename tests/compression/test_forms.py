@@ -14,9 +14,8 @@ from torch import nn
 import panther as pr
 from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option, default_forms, known_forms, total_bytes
-from panther.compression.forms.codes import convert_quantized
+from panther.compression.forms.codes import RoundingTask, convert_quantized, fit_quantized
 from panther.compression.forms.metric import factor, metric_of
-from panther.compression.forms.rounding import RoundingTask, fit_quantized
 from panther.compression.moments import Moments
 from panther.compression.selection.allocation import choose_global, choose_uniform
 from panther.errors import CompressionError, PerformanceWarning

@@ -7,9 +7,9 @@ import torch
 from panther.kernels.ops.quantized_operands import spread
 from torch import Tensor
 
-from panther.compression.forms.metric import Metric
-from panther.compression.forms.rounding import QuantizedWeight, RoundingTask, fit_quantized, quantize_weights
-from panther.nn.quantized.grid import quantization_grid, quantize
+from panther.compression.forms.codes import RoundingTask, fit_quantized, quantize_weights
+from panther.compression.forms.metric import Metric, QuantizedWeight
+from panther.nn.quantized.matrix import quantization_grid, quantize
 
 DOUBLE = torch.float64
 
@@ -69,7 +69,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     A, G = metric(50, 1), metric(37, 2)
     whole = rounded(W, A, G, 3, 16)
     for block in (1, 7, 16):
-        monkeypatch.setattr("panther.compression.forms.rounding._BLOCK", block)
+        monkeypatch.setattr("panther.compression.forms.codes._BLOCK", block)
         codes = rounded(W, A, G, 3, 16).codes
         # Sums in another order can round an entry that is near a tie to its other side, and those after it.
         assert loss(QuantizedWeight(codes, whole.scales, whole.zeros, 16), W, A, G) == pytest.approx(
@@ -90,7 +90,7 @@ def test_what_is_rounded_together_changes_nothing(
     W = torch.randn(4, outer, inner, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     A = torch.stack([metric(inner, seed) for seed in range(4)]) if metrics in ("inputs", "both") else None
     G = torch.stack([metric(outer, seed) for seed in range(4)]) if metrics in ("outputs", "both") else None
-    monkeypatch.setattr("panther.compression.forms.rounding.JOINT_ENTRIES", joint_entries)
+    monkeypatch.setattr("panther.compression.forms.codes.JOINT_ENTRIES", joint_entries)
     widths = [(3,), (2, 3, 8), (4, 3), (8,)]
     together = quantize_weights(W, A, G, widths, 4)
     for i, weights in enumerate(together):

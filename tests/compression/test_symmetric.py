@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.nn.quantized.grid import quantization_grid, quantize
+from panther.nn.quantized.matrix import quantization_grid, quantize
 from tests.support.compressing import batches_of, quick
 
 

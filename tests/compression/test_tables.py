@@ -10,8 +10,8 @@ from torch import nn
 import panther as pr
 from panther.compression.calibration.survey import select_targets
 from panther.compression.forms import FormSettings, Option
+from panther.compression.forms.codes import add_ridge_, feedback, round_entries
 from panther.compression.forms.metric import RIDGE
-from panther.compression.forms.rounding import add_ridge_, feedback, round_entries
 from panther.compression.selection.timing import Times, Timing
 from panther.compression.weights.table import TABLES, TableMoments, Use, smoothed
 from panther.nn import QuantizedEmbedding, QuantizedLinear

@@ -11,7 +11,7 @@ from torch import nn
 from panther.errors import DTypeError, ShapeError
 from panther.nn import QuantizedLinear
 from panther.nn.quantized import pack_codes, stored_bytes, unpack_codes
-from panther.nn.quantized.grid import quantization_grid, quantize, round_factors
+from panther.nn.quantized.matrix import quantization_grid, quantize, round_factors
 from panther.nn.sketch_record import plain_state
 
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]

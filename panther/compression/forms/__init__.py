@@ -1,6 +1,6 @@
 """The forms that a weight can take: :mod:`.base` says what a form is, and each further file registers forms.
 
-``metric`` has the norm in which weights are approximated and the low-rank components in it, and ``rounding`` the codes.
+``metric`` has the norm in which weights are approximated, and the low-rank components in it.
 The order of the imports is the order of the names of all forms.
 """
 

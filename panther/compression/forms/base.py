@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from panther._process_settings import ignored_warnings
 from panther._torch import buffers_of, parameters_of
 from panther.compression.calibration.targets import LEAST_RANK, Target
-from panther.compression.forms.metric import RIDGE, Fit, Metric
-from panther.compression.forms.rounding import QuantizedFit
+from panther.compression.forms.metric import RIDGE, Fit, Metric, QuantizedFit
 from panther.compression.readers import Reader, why_weight_is_read
 from panther.errors import CompressionError, PerformanceWarning
 from panther.nn.factors import inherit_settings
@@ -170,7 +169,7 @@ class Form:
         name: The name by which users ask for it.
         layers: Classes of the layers that it makes. :func:`register` lets saved models contain them.
         bits: Width of its codes; None for a form without codes.
-        uses_rounding: Whether its codes are those of :mod:`.rounding`, which are fitted once for all forms of a width.
+        uses_rounding: Whether its codes are those of :mod:`.codes`, which are fitted once for all forms of a width.
         is_default: Whether :func:`panther.compress` considers the form unless ``forms`` is given.
         has_rank: Whether its options have ranks.
         is_quantized: Whether its layers can round their inputs (``activations``).

@@ -6,7 +6,10 @@ weighted norm). Where a layer has a bias, A is the covariance of its inputs and 
 their mean, which is the best bias for every W.
 """
 
-__all__ = ["RIDGE", "Fit", "Metric", "factor", "leading_components", "metric_of", "wide_dtype"]
+__all__ = [
+    "RIDGE", "Fit", "Metric", "QuantizedFit", "QuantizedWeight", "factor", "leading_components", "metric_of",
+    "wide_dtype",
+]  # fmt: skip
 
 from dataclasses import dataclass
 
@@ -15,8 +18,9 @@ from torch import Tensor
 
 from panther.compression.calibration.targets import Target
 from panther.compression.moments import Moments
+from panther.kernels.ops.quantized_operands import spread
 from panther.linalg import randomized_svd
-from panther.nn.quantized.grid import MAXIMUM_CODE
+from panther.nn.quantized.matrix import MAXIMUM_CODE
 
 # Added to the diagonal of a moment, relative to the diagonal's mean, so that directions that do not occur in the
 # batches keep some weight.
@@ -85,6 +89,40 @@ class Fit:
             return None
         loss = self.tails[rank] + (self.rounding[rank] if rounded else 0.0)
         return loss.item(), self.local_tails[rank].item()
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight on a grid: ``scales * (codes - zeros)``, with a scale and a zero for each group of a row's columns.
+
+    The rows of a grouped convolution's matrices follow each other, as in the layer.
+
+    Attributes:
+        codes: (rows, inner), uint8.
+        scales: (rows, groups of columns), bfloat16.
+        zeros: (rows, groups of columns), uint8.
+        group_size: Columns of a group; the last one can have fewer.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group_size: int
+
+    def dense(self) -> Tensor:  # (rows, inner), float64
+        """Return the weight ``scales * (codes - zeros)``."""
+        scales, zeros = (
+            spread(each.double(), self.group_size, self.codes.shape[1]) for each in (self.scales, self.zeros)
+        )
+        return scales * (self.codes.double() - zeros)
+
+
+@dataclass(frozen=True)
+class QuantizedFit:
+    """A weight quantized at one width, and components of the rounding error; the first tail is the loss of codes."""
+
+    weight: QuantizedWeight
+    residual: Fit
 
 
 def _tails(energy: Tensor, total: Tensor) -> Tensor:

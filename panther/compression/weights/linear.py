@@ -12,8 +12,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from panther.compression.calibration.targets import Target, WeightKind, register_kind
 from panther.compression.forms.base import FormSettings
+from panther.compression.forms.codes import sensitivity
 from panther.compression.forms.metric import metric_of
-from panther.compression.forms.rounding import sensitivity
 from panther.compression.moments import Moments, Sums
 from panther.nn import LowRankLinear, QuantizedLinear, SKLinear
 from panther.nn.factors import overrides_forward

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from panther.compression.calibration.batches import Masks, counted
 from panther.compression.calibration.targets import Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit
-from panther.compression.forms.metric import Fit
-from panther.compression.forms.rounding import QuantizedFit, QuantizedWeight, add_ridge_, feedback
+from panther.compression.forms.codes import add_ridge_, feedback
+from panther.compression.forms.metric import Fit, QuantizedFit, QuantizedWeight
 from panther.compression.moments import Call, RootsOf, add_squares, is_finite, mirror_, square_zeros
 from panther.compression.weights.linear import DOUBLE, LinearKind
 from panther.nn import QuantizedEmbedding, QuantizedEmbeddingBag
-from panther.nn.quantized.grid import quantization_grid, quantize
-from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.matrix import QuantizedMatrix, quantization_grid, quantize
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 # Frequencies are mixed with this much of their mean, because most rows of a vocabulary are not read in calibration.
@@ -246,7 +245,7 @@ def _round_rows(
     """Return the codes of a weight whose columns are rounded in their order, all rows at once.
 
     Column j is moved by the errors of earlier columns times ``coefficients[j]``. The codes are those of
-    :func:`~panther.compression.forms.rounding.round_entries`, which also takes many small matrices: with one
+    :func:`~panther.compression.forms.codes.round_entries`, which also takes many small matrices: with one
     matrix of 2,730 x 384, products of a matrix and a vector take 0.09 s and its sums 0.42 s.
     """
     # Transposed, so that each column is contiguous.
