@@ -47,7 +47,7 @@ LEVELS = {
         "calibration": 0, "readers": 0, "moments": 1, "forms": 2,
         "config": 3, "selection": 3, "weights": 3,
         "report": 4,
-        "fitting": 5, "healing": 5,
+        "healing": 5,
         "linearization": 6, "preparation": 6,
         "_compress": 7, "streaming": 8, "": 9,
     },

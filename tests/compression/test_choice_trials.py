@@ -166,11 +166,11 @@ def test_few_widths_are_rounded_and_the_error_is_that_of_all_widths(monkeypatch)
         rounded.extend(len(task.widths) for task in tasks)
         return original(tasks, *settings, **options)
 
-    monkeypatch.setattr("panther.compression.fitting.fit_quantized", count)
+    monkeypatch.setattr("panther.compression.preparation.fit_quantized", count)
     few = pr.compress(Encoder().eval(), bits=4.5, calibration=batches, **quick)
     num_few, number = sum(rounded), len(rounded)
     rounded.clear()
-    monkeypatch.setattr("panther.compression.fitting._WRONG", 1e6)
+    monkeypatch.setattr("panther.compression.preparation._WRONG", 1e6)
     every = pr.compress(Encoder().eval(), bits=4.5, calibration=batches, **quick)
     assert num_few <= 3 * number < 5 * number <= sum(rounded)
     assert few.measured_error <= 1.1 * every.measured_error
