@@ -6,7 +6,7 @@ close match, because a wrong guess is worse than the list of all names.
 
 __all__ = [
     "advice_for", "check_keywords", "explain_keywords", "explain_keywords_of_class", "hints", "missing_name",
-    "name_hint", "near_name", "value_hint",
+    "name_hint", "near_name", "takes_settings", "value_hint",
 ]  # fmt: skip
 
 import dis
@@ -14,13 +14,17 @@ import functools
 import inspect
 import sys
 import tomllib
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Fields = ParamSpec("_Fields")
+_Config = TypeVar("_Config")
+_Model = TypeVar("_Model")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # difflib's ratio: 'gradient_clip' has 0.87 to 'gradient_clipping', 'dpp' has 0.8 to 'pp', 'DistributedConfig' has 0.79
 # to 'distributed', 'eps' has 0.67 to 'epochs'.
@@ -157,6 +161,38 @@ def explain_keywords_of_class(subclass: type) -> None:
     """
     if "__init__" in vars(subclass):
         subclass.__init__ = explain_keywords(subclass.__init__)  # type: ignore[misc]
+
+
+def takes_settings(
+    config_class: Callable[_Fields, _Config],
+) -> Callable[[Callable[[_Model, _Config], _Result]], Callable[Concatenate[_Model, _Fields], _Result]]:
+    """Decorate a function of a model and a configuration, so that callers pass the configuration's fields.
+
+    The fields, with their types and defaults, are written once, in the dataclass. ``help``, documentation and type
+    checkers see a function of the model and the fields.
+    """
+
+    def decorate(function: Callable[[_Model, _Config], _Result]) -> Callable[Concatenate[_Model, _Fields], _Result]:
+        signature = inspect.signature(function)
+        model, _ = signature.parameters.values()
+        make_config: Callable[..., _Config] = config_class
+        check = check_keywords  # for call, whose globals are those of the function's module
+        signature = signature.replace(parameters=[model, *inspect.signature(config_class).parameters.values()])
+
+        def call(*args: Any, **kwargs: Any) -> _Result:
+            check(public, kwargs)
+            try:
+                settings = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(settings.pop(model.name), make_config(**settings))
+
+        # doctest finds the functions of a module by their globals.
+        public = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)
+        public.__signature__ = signature  # type: ignore[attr-defined]  # inspect.signature reads it
+        return functools.update_wrapper(public, function)
+
+    return decorate
 
 
 @functools.cache

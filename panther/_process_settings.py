@@ -1,16 +1,31 @@
-"""Settings of the whole process that Panther changes for a while, also in several threads at the same time."""
+"""State of the whole process that Panther changes for a while, also in several threads at the same time.
 
-__all__ = ["Block", "ProcessSetting", "ignored_warnings"]
+These are the filters of warnings, the precision of products, deterministic algorithms, and the random generators of
+torch, Python and NumPy, from which seeds are drawn.
+"""
+
+__all__ = [
+    "Block", "ProcessSetting", "check_seed", "deterministic_algorithms", "draw_seed", "exact_products",
+    "full_precision", "ignored_warnings", "preserved_generators", "seed_cpu_generators", "seed_generators",
+]  # fmt: skip
 
 import os
+import random
 import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
+
+import numpy as np
+import torch
+
+from panther._torch import disable_dispatch_modes
+
+_SEED_LIMIT = 1 << 63
 
 Block = AbstractContextManager[bool]
 """What :meth:`ProcessSetting.held` returns."""
@@ -122,3 +137,126 @@ def _filter(message: str, category: Any) -> ProcessSetting:
             warnings.filterwarnings("ignore", marked, category)
 
     return ProcessSetting(is_set, toggle, True)
+
+
+def draw_seed() -> int:
+    """Draw a seed in ``[0, 2^63)`` from torch's default CPU generator, which ``torch.manual_seed`` governs.
+
+    Works under the meta device and under fake tensors too: a seed is always a real number.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> seed = draw_seed()
+        >>> 0 <= seed < 2**63
+        True
+    """
+    with disable_dispatch_modes():
+        return int(torch.randint(_SEED_LIMIT - 1, (), dtype=torch.int64, device="cpu"))
+
+
+def check_seed(seed: int | None) -> int:
+    """Return ``seed`` as a Python int, drawn by :func:`draw_seed` if it is None.
+
+    Args:
+        seed: An integer in ``[0, 2^63)``, or None.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is outside ``[0, 2^63)``.
+
+    Example:
+        >>> check_seed(7)
+        7
+    """
+    if seed is None:
+        return draw_seed()
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer or None, not {type(seed).__name__}: pass seed=0")
+    seed = seed.__index__()
+    if not 0 <= seed < _SEED_LIMIT:
+        raise ValueError(f"seed={seed} must be in [0, 2^63): pass seed % 2**63")
+    return seed
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of torch, on all devices, Python and NumPy."""
+    torch.manual_seed(seed)
+    seed_cpu_generators(seed)
+
+
+def seed_cpu_generators(seed: int) -> None:
+    """Seed the generators that :func:`preserved_generators` restores: all generators except for GPUs."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # NumPy's seeds have 32 bits.
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+_CPU_GENERATORS = ProcessSetting(_states, _set_states)
+
+
+@cache
+def _gpu_generator(index: int) -> ProcessSetting:
+    return ProcessSetting(partial(torch.cuda.get_rng_state, index), partial(torch.cuda.set_rng_state, device=index))
+
+
+@contextmanager
+def preserved_generators(gpus: Iterable[int] = ()) -> Iterator[None]:
+    """Restore the states of the generators of the CPU and of GPUs on leaving the block.
+
+    Threads share the generators: of blocks of several threads, the last one to end restores the states that the first
+    one has found.
+    """
+    with ExitStack() as stack:
+        for setting in (_CPU_GENERATORS, *map(_gpu_generator, gpus)):
+            if not stack.enter_context(setting.held()):
+                stack.callback(setting.write, setting.read())
+        yield
+
+
+_DETERMINISTIC = ProcessSetting(
+    lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+    lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    (True, False),
+)
+
+
+def deterministic_algorithms() -> Block:
+    """Return a block in which torch uses only algorithms that give the same bits in every run."""
+    # cuBLAS reads this variable when its first handle is created. Without it torch refuses matrix products on GPUs.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return _DETERMINISTIC.held()
+
+
+_MATMULS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+def _set_precisions(precisions: tuple[str, ...]) -> None:
+    for backend, precision in zip(_MATMULS, precisions, strict=True):
+        backend.fp32_precision = precision
+
+
+_PRECISIONS = ProcessSetting(
+    lambda: tuple(backend.fp32_precision for backend in _MATMULS), _set_precisions, ("ieee", "ieee")
+)
+
+
+def full_precision() -> Block:
+    """Return a block that computes float32 products in float32, ignoring torch.set_float32_matmul_precision."""
+    return _PRECISIONS.held()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute without autograd, autocast and TF32, whose short mantissas no factorisation survives."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), full_precision():
+        yield

@@ -1,6 +1,6 @@
-"""Base class of settings that are passed by name and checked against their types, and functions that take settings."""
+"""Base class of settings that are passed by name and checked against their types."""
 
-__all__ = ["Settings", "kinds", "takes_settings"]
+__all__ = ["Settings", "kinds"]
 
 import dataclasses
 import functools
@@ -8,49 +8,12 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Self
 
-from panther._hints import check_keywords, name_hint, value_hint
+from panther._hints import name_hint, value_hint
 from panther.errors import ConfigError
-
-_Fields = ParamSpec("_Fields")
-_Config = TypeVar("_Config")
-_Model = TypeVar("_Model")
-_Result = TypeVar("_Result")
-
-
-def takes_settings(
-    config_class: Callable[_Fields, _Config],
-) -> Callable[[Callable[[_Model, _Config], _Result]], Callable[Concatenate[_Model, _Fields], _Result]]:
-    """Decorate a function of a model and a configuration, so that callers pass the configuration's fields.
-
-    The fields, with their types and defaults, are written once, in the dataclass. ``help``, documentation and type
-    checkers see a function of the model and the fields.
-    """
-
-    def decorate(function: Callable[[_Model, _Config], _Result]) -> Callable[Concatenate[_Model, _Fields], _Result]:
-        signature = inspect.signature(function)
-        model, _ = signature.parameters.values()
-        make_config: Callable[..., _Config] = config_class
-        check = check_keywords  # for call, whose globals are those of the function's module
-        signature = signature.replace(parameters=[model, *inspect.signature(config_class).parameters.values()])
-
-        def call(*args: Any, **kwargs: Any) -> _Result:
-            check(public, kwargs)
-            try:
-                settings = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"{function.__name__}() {error}") from None
-            return function(settings.pop(model.name), make_config(**settings))
-
-        # doctest finds the functions of a module by their globals.
-        public = types.FunctionType(call.__code__, function.__globals__, function.__name__, None, call.__closure__)
-        public.__signature__ = signature  # type: ignore[attr-defined]  # inspect.signature reads it
-        return functools.update_wrapper(public, function)
-
-    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)

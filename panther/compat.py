@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._process_settings import ignored_warnings
-from panther._random_state import preserved_generators
+from panther._process_settings import ignored_warnings, preserved_generators
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv2d, SKLinear
 from panther.nn.attention.decoding.states import AttentionState

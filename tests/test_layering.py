@@ -14,7 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import waits
+from torch import nn
 
 import panther
 
@@ -24,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # line; modules with an underscore, `errors`, `files` and the base of settings below all. A layer may import
 # itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
-    "_version", "_text", "_docstrings", "_logs", "_hints", "_descriptions", "_process_settings",
-    "_random_state", "_model_libraries", "errors", "files", "_settings", "_torch",
+    "_version", "_text", "_docstrings", "_logs", "_hints", "_descriptions", "_model_libraries", "errors",
+    "files", "_settings", "_torch", "_process_settings",
     "kernels", "sketch", "linalg", "nn", "inspect", "compat", "distributed", "optim", "train",
     "compression", "tuning", "", "integrations", "cli", "__main__",
 )  # fmt: skip
@@ -60,6 +62,7 @@ LEVELS = {
     },
 }  # fmt: skip
 MAXIMUM_FILES = 20
+MAXIMUM_ENTERED = 40  # by a small pr.compress
 
 
 def module_files() -> dict[str, Path]:
@@ -210,6 +213,27 @@ def test_no_import_circle_and_no_crowded_folder():
     assert circles({module: path.read_text() for module, path in MODULES.items()}, PACKAGES) == []
     sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in MODULES.values())
     assert {folder: size for folder, size in sizes.items() if size > MAXIMUM_FILES} == {}
+
+
+def test_a_small_compression_enters_few_files():
+    """Whoever follows a call reads these files. The first call, which loads and compiles, is not counted."""
+    compress, sources, entered = panther.compress, {str(path) for path in MODULES.values()}, set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename in sources:
+            entered.add(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
+
+    batches = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    profiler = sys.getprofile()
+    for function in (None, note):
+        model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+        sys.setprofile(function or profiler)
+        try:
+            compress(model, bits=6, calibration=batches, measure_speed=False, seed=0)
+        finally:
+            sys.setprofile(profiler)
+    assert "panther/compression/_compress.py" in entered
+    assert len(entered) <= MAXIMUM_ENTERED, sorted(entered)
 
 
 def test_import_is_light():

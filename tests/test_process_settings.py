@@ -1,6 +1,5 @@
 """Settings of the whole process: blocks of several threads leave them as they were, and keep them until they end."""
 
-import logging
 import os
 import random
 import threading
@@ -12,13 +11,18 @@ import pytest
 import torch
 
 import panther as pr
-from panther._process_settings import ProcessSetting, ignored_warnings
-from panther._random_state import deterministic_algorithms, preserved_generators
-from panther._torch import compiler_stance, without_fake_log
+from panther._process_settings import (
+    ProcessSetting,
+    deterministic_algorithms,
+    full_precision,
+    ignored_warnings,
+    preserved_generators,
+)
+from panther._torch import FAKE_LOG, compiler_stance
 from panther.compression.calibration.runner import _EAGER, _SLOW_PATH
 from panther.compression.streaming import spool
+from panther.distributed.advisor.fake_run import _NO_FAKE_LOG
 from panther.errors import PerformanceWarning
-from panther.linalg.operand import full_precision
 
 
 def end(block):
@@ -46,8 +50,8 @@ _SETTINGS = {
     "fast path": (_SLOW_PATH.held, torch.backends.mha.get_fastpath_enabled, False),
     "heap limit": (spool.freed_blocks_returned, lambda: spool._heap_limit[0], 2**20),
     "log of fake tensors": (
-        without_fake_log,
-        lambda: logging.getLogger("torch._subclasses.fake_tensor").disabled,
+        _NO_FAKE_LOG.held,
+        lambda: FAKE_LOG.disabled,
         True,
     ),
     "warnings": (lambda: ignored_warnings(category=PerformanceWarning), _filter_is_set, True),

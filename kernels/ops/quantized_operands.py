@@ -11,7 +11,6 @@ __all__ = [
     "rounded_input",
     "rounded_rows",
     "rounded_weight",
-    "spread",
     "wide_factors",
 ]
 
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.codes import unpack_codes
+from ..reference.codes import spread, unpack_codes
 from .library import is_exporting
 
 FACTOR_UNIT = 1 / 128  # The product L 128 diag(c) (R / 128) does not overflow float16.
@@ -68,19 +67,6 @@ class QuantizedOperands(NamedTuple):
     """The codes, or None for a weight of factors alone."""
     factors: QuantizedFactors | None = None
     """The factors of the correction, or None."""
-
-
-def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (rows, groups) -> (rows, columns)
-    """Return for each column the value of its group."""
-    if group_size is None or columns <= group_size:
-        return groups.expand(-1, columns)
-    # The last group is separate. If torch 2.13 compiles `repeat_interleave` with a slice, it reads past the end of the
-    # groups, and the gradient of an index is wrong.
-    full_groups = columns // group_size
-    runs = groups[:, :full_groups, None].expand(-1, -1, group_size).flatten(1)
-    if full_groups * group_size == columns:
-        return runs
-    return torch.cat((runs, groups[:, full_groups:].expand(-1, columns - runs.shape[1])), 1)
 
 
 def expanded_codes(codes: QuantizedCodes, columns: int, dtype: torch.dtype) -> Tensor:  # (out, in)

@@ -6,7 +6,7 @@ from the low bits up, so that one shift of n bytes gives n neighbouring columns.
 other. Codes of 8 bits are stored as int8, minus 128, because torch's kernels read int8.
 """
 
-__all__ = ["code_bytes", "pack_codes", "quantized_matmul", "unpack_codes"]
+__all__ = ["code_bytes", "pack_codes", "quantized_matmul", "spread", "unpack_codes"]
 
 import torch
 from torch import Tensor
@@ -81,6 +81,19 @@ def unpack_codes(
     return _unpacked_by_words(packed, parts, columns, work)
 
 
+def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (rows, groups) -> (rows, columns)
+    """Return for each column the value of its group."""
+    if group_size is None or columns <= group_size:
+        return groups.expand(-1, columns)
+    # The last group is separate. If torch 2.13 compiles `repeat_interleave` with a slice, it reads past the end of the
+    # groups, and the gradient of an index is wrong.
+    full_groups = columns // group_size
+    runs = groups[:, :full_groups, None].expand(-1, -1, group_size).flatten(1)
+    if full_groups * group_size == columns:
+        return runs
+    return torch.cat((runs, groups[:, full_groups:].expand(-1, columns - runs.shape[1])), 1)
+
+
 def quantized_matmul(
     x: Tensor,
     codes: Tensor,
@@ -96,7 +109,7 @@ def quantized_matmul(
     wide = torch.promote_types(x.dtype, torch.float32)
     columns = x.shape[1]
     numbers = unpack_codes(codes, bits, columns).to(wide)
-    s, z = (part.to(wide).repeat_interleave(group_size, 1)[:, :columns] for part in (scales, zeros))
+    s, z = (spread(part.to(wide), group_size, columns) for part in (scales, zeros))
     weight = ((numbers - z) * s).to(x.dtype)
     y = x.to(wide) @ weight.to(wide).mT
     if inner is not None and left is not None:

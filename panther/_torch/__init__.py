@@ -8,14 +8,13 @@ Names are imported when a function first needs them if their import is slow, or 
 ``torch.distributed``.
 """
 
-from . import execution, groups, modules, parallelism, processes, tensors
+from . import execution, groups, modules, parallelism, processes
 from .execution import *  # noqa: F403
 from .groups import *  # noqa: F403
 from .modules import *  # noqa: F403
 from .parallelism import *  # noqa: F403
 from .processes import *  # noqa: F403
-from .tensors import *  # noqa: F403
 
 __all__: list[str] = []
-for _module in (execution, groups, modules, parallelism, processes, tensors):
+for _module in (execution, groups, modules, parallelism, processes):
     __all__ += _module.__all__

@@ -1,18 +1,19 @@
-"""What torch is doing: modes, backward passes, the compiler, and the operators that it calls."""
+"""What torch is doing: modes, backward passes, and the operators that it calls with nested arguments."""
 
 __all__ = [
-    "ASSERT_TENSOR_METADATA", "TorchDispatchMode", "assign_attribute", "compiler_stance", "disable_dispatch_modes",
-    "is_backward_running", "is_dispatch_mode_active", "is_dynamo_loaded", "is_mutable_operator", "operator_name",
-    "schema_of", "set_compiler_stance",
-    "without_fake_log",
+    "ASSERT_TENSOR_METADATA", "FAKE_LOG", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "assign_attribute",
+    "disable_dispatch_modes", "is_backward_running", "is_dispatch_mode_active", "is_mutable_operator", "operator_name",
+    "schema_of", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
 import logging
-import sys
-from functools import partial
 from typing import Any
 
 import torch
+
+# Tensors with a shape, a dtype and a device but without values, on which a model runs without memory. The meta device
+# is the public fallback. Its tensors have no other device, and the code path of some layers depends on the device.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Assigns a tensor or module to a GraphModule under a dotted name, and makes the modules between. fx fills a GraphModule
 # with it. The public fallback is add_submodule with register_buffer and register_parameter.
@@ -24,10 +25,13 @@ from torch.fx.graph_module import _assign_attr as assign_attribute
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
 
-from panther._process_settings import Block, ProcessSetting
+# These functions work on nested lists, tuples and dictionaries of tensors. torch 2.11 to 2.14 have no public name for
+# them. The fallback is the package optree, which is not a dependency.
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-_NO_FAKE_LOG = ProcessSetting(lambda: _FAKE_LOG.disabled, partial(setattr, _FAKE_LOG, "disabled"), True)
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""The logger of the errors of fake tensors, which are raised as well. Since torch 2.14 they reach standard error. The
+name is private. The public fallback is the environment variable TORCH_LOGS, which torch reads once."""
 
 ASSERT_TENSOR_METADATA = torch.ops.aten._assert_tensor_metadata.default
 """The operator that torch.export adds after a cast. It must be removed, because a stage may get a different dtype, for
@@ -50,27 +54,6 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_dynamo_loaded() -> bool:
-    """Return whether the compiler is loaded. Loading, the public fallback, takes a second and 40 MB."""
-    return "torch._dynamo" in sys.modules
-
-
-def compiler_stance() -> tuple[Any, ...]:
-    """Return the stance of the compiler, which a block that sets one keeps to restore it.
-
-    torch has no public function that returns the stance. The fallback is to restore the default.
-    """
-    block = torch.compiler.set_stance("force_eager")
-    block.__exit__(None, None, None)
-    stance: Any = block.prev
-    return stance.stance, stance.skip_guard_eval_unsafe, stance.backend
-
-
-def set_compiler_stance(stance: tuple[Any, ...]) -> None:
-    """Set a stance that :func:`compiler_stance` returned."""
-    torch.compiler.set_stance(stance[0], skip_guard_eval_unsafe=stance[1], force_backend=stance[2])
-
-
 def is_mutable_operator(target: Any) -> bool:
     """Return whether an operator of a graph changes a tensor in place. The schema has no public name."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
@@ -84,12 +67,3 @@ def schema_of(operator: Any) -> Any:
 def operator_name(packet: Any) -> str:
     """Return the name of an overload packet, such as "aten::add". The public ``str(packet)`` is "aten.add"."""
     return packet._qualified_op_name
-
-
-def without_fake_log() -> Block:
-    """Return a block that keeps torch from logging the errors of fake tensors, which are raised as well.
-
-    Since torch 2.14 they reach standard error. The name of the logger is private. The public fallback is the
-    environment variable TORCH_LOGS, which torch reads once.
-    """
-    return _NO_FAKE_LOG.held()

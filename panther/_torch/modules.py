@@ -1,17 +1,24 @@
-"""Modules: their dictionaries, hooks and wrappers, and the methods that Panther overrides."""
+"""Modules and their tensors: dictionaries, hooks, wrappers and compilation; versions, views, memory and entries.
+
+The methods that Panther overrides are listed here too.
+"""
 
 __all__ = [
-    "COMPILED", "FLAT_WEIGHTS", "MODULE_DICTIONARIES", "OVERRIDDEN_METHODS", "apply_to_tensors", "buffers_of",
-    "children_of", "drawing_method", "forward_pre_hooks_of", "has_forward_of_convolution", "has_gradient_hooks",
-    "has_hooks", "has_packed_weights", "loading_code_of", "original_of_compiled", "parameters_of", "plain_name",
-    "put_child", "put_module", "put_parameters", "refresh_flat_weights",
-    "unsaved_buffers_of", "without_forward_hooks", "without_inner_wrappers",
+    "COMPILED", "FLAT_WEIGHTS", "MODULE_DICTIONARIES", "OVERRIDDEN_METHODS", "Alias", "apply_to_tensors",
+    "base_of_view", "buffers_of", "children_of", "compiler_stance", "drawing_method", "first_infinities",
+    "forward_pre_hooks_of", "has_forward_of_convolution", "has_gradient_hooks", "has_hooks", "has_packed_weights",
+    "is_dynamo_loaded", "is_transformed", "is_view", "loading_code_of", "number_of_entries", "original_of_compiled",
+    "parameters_of", "plain_name", "put_child", "put_module", "put_parameters", "refresh_flat_weights",
+    "set_compiler_stance", "storage_key", "stored_entries", "unsafe_view", "unsaved_buffers_of", "untracked_shard",
+    "version_of", "without_forward_hooks", "without_inner_wrappers",
 ]  # fmt: skip
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # The names under which the wrappers of torch.compile and of activation checkpointing hold their modules.
@@ -254,3 +261,116 @@ def original_of_compiled(model: nn.Module) -> nn.Module | None:
     """Return the model inside of torch.compile's wrapper; None for other models. Its name is not public."""
     original = getattr(model, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else None
+
+
+def is_dynamo_loaded() -> bool:
+    """Return whether the compiler is loaded. Loading, the public fallback, takes a second and 40 MB."""
+    return "torch._dynamo" in sys.modules
+
+
+def compiler_stance() -> tuple[Any, ...]:
+    """Return the stance of the compiler, which a block that sets one keeps to restore it.
+
+    torch has no public function that returns the stance. The fallback is to restore the default.
+    """
+    block = torch.compiler.set_stance("force_eager")
+    block.__exit__(None, None, None)
+    stance: Any = block.prev
+    return stance.stance, stance.skip_guard_eval_unsafe, stance.backend
+
+
+def set_compiler_stance(stance: tuple[Any, ...]) -> None:
+    """Set a stance that :func:`compiler_stance` returned."""
+    torch.compiler.set_stance(stance[0], skip_guard_eval_unsafe=stance[1], force_backend=stance[2])
+
+
+def version_of(x: Tensor) -> int:
+    """Return the number of writes to the memory of a tensor, which must not be an inference tensor.
+
+    Autograd counts writes. The address does not change with a write. The public fallback is a checksum of the values.
+    """
+    return x._version
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the base of a tensor that autograd regards as a view; None for other tensors.
+
+    torch has no public function that returns the base.
+    """
+    return tensor._base
+
+
+class Alias(torch.autograd.Function):
+    """Return a separate tensor on the memory and with the version counter of x, from ``Alias.apply(x)``.
+
+    A forward may write to it, even if x is a leaf. It is not a view, whose node in the graph a write would replace.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the input as a separate tensor."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
+        return gradient
+
+
+def is_view(x: Tensor) -> bool:
+    """Return whether autograd regards a tensor as a view. The public fallback is a copy in every case."""
+    return x._is_view()
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Return whether a tensor belongs to vmap, grad or another transform of torch.func, and so has no memory.
+
+    The public fallback is the RuntimeError that ``data_ptr()`` raises.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def storage_key(x: Tensor) -> int:
+    """Return an integer that is equal for two existing tensors only if they are views of the same memory.
+
+    The public ``data_ptr()`` is 0 for tensors without entries and raises an error for fake tensors.
+    """
+    return int(x.untyped_storage()._cdata)
+
+
+def untracked_shard(x: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or any other tensor itself.
+
+    The public ``to_local()`` would record a node for autograd, although the tensor is only inspected.
+    """
+    return getattr(x, "_local_tensor", x)
+
+
+def stored_entries(coo: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a COO tensor, in any order and with repeated indices.
+
+    The public ``indices()`` and ``values()`` need a coalesced tensor, which takes a sort; they are the fallback.
+    """
+    return coo._indices(), coo._values()
+
+
+def number_of_entries(A: Tensor) -> int:
+    """Return the number of stored entries of a sparse tensor. The public ``values()`` needs a coalesced tensor."""
+    return A._nnz()
+
+
+def unsafe_view(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a result in another shape, without a copy, that autograd does not regard as a view.
+
+    No other tensor may share the memory of the result. FSDP2 warns of views if a stage ends in a view. The public
+    fallback is ``y.reshape(shape).clone()``.
+    """
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
+def first_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return a number for each device, which is not 0 if gradients that a scaler unscaled are not finite.
+
+    The public fallback is to compare ``get_scale()`` before and after, which waits for the optimizer's step on a GPU.
+    """
+    return list(scaler._found_inf_per_device(optimizer).values())

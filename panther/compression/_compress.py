@@ -11,9 +11,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from panther._hints import explain_keywords
+from panther._hints import explain_keywords, takes_settings
 from panther._model_libraries import layers_replaced
-from panther._settings import takes_settings
 from panther.compression.calibration.model_state import deferred_interrupts, without_compiled_blocks
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import check_adapters, check_model, select_targets

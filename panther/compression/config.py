@@ -154,7 +154,7 @@ _TIMED = ("speedup", "max_latency_ms")
 class CompressConfig:
     """The arguments of :func:`panther.compress` except for the model, checked; the function documents them.
 
-    The function has its signature from here, by :func:`panther._settings.takes_settings`.
+    The function has its signature from here, by :func:`panther._hints.takes_settings`.
 
     Raises:
         TypeError: If an argument has a wrong type.

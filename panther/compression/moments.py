@@ -37,12 +37,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from panther._process_settings import exact_products
 from panther.compression.calibration.batches import Masks, ScoreFill, counted
 from panther.compression.calibration.runner import Runner, row_blocks, squares
 from panther.compression.calibration.steps import Receive, Step, input_key, watched
 from panther.compression.calibration.targets import Further, Target
 from panther.errors import CompressionError
-from panther.linalg.operand import driver
 
 _CONSTANT = 1e-11  # an input is constant, up to rounding, if its variance is at most this share of its mean square
 # Rows of a block. In float32, the rounding error of a sum of this many squares is below the one of the products.
@@ -217,7 +217,7 @@ def square_zeros(groups: int, n: int, device: torch.device) -> Tensor:  # (group
     return torch.frombuffer(pages, dtype=torch.float64).view(groups, n, n)
 
 
-@driver
+@exact_products()
 def add_squares(total: Tensor, rows: Tensor) -> bool:  # (groups, n, n) in float64, (groups, rows, n)
     """Add rows^T rows in the upper triangle (and in the strips on the diagonal); return whether the rows are finite."""
     if not rows.numel():

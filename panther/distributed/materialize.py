@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther._random_state import preserved_generators, seed_cpu_generators
+from panther._process_settings import preserved_generators, seed_cpu_generators
 from panther._torch import apply_to_tensors, buffers_of, drawing_method, parameters_of, unsaved_buffers_of
 from panther.distributed.checkpoint.state import are_stages, module_name, parts_of, plain
 from panther.distributed.checkpoint.storage import placed

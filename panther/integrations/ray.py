@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._random_state import seed_generators
+from panther._process_settings import seed_generators
 from panther.distributed import checkpoint, get_rank
 from panther.distributed.comm.agreement import run_on_first_rank
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S

@@ -2,7 +2,7 @@
 
 __all__ = [
     "KINDS", "SAFE_POWER", "Operand", "as_dense", "as_operand", "check_finite", "check_number", "driver",
-    "frobenius_norm", "full_precision", "summed_product", "tensor_of", "times_two_to",
+    "frobenius_norm", "summed_product", "tensor_of", "times_two_to",
 ]  # fmt: skip
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from panther._hints import check_keywords
-from panther._process_settings import Block, ProcessSetting
+from panther._process_settings import exact_products
 from panther._torch import FakeTensor, is_transformed, number_of_entries
 from panther.errors import DTypeError, ShapeError
 from panther.linalg._ranks import ALONE, Ranks
@@ -47,12 +47,7 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         check_keywords(function, kwargs)
-        with (
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-            full_precision(),
-        ):
+        with exact_products():
             result = function(*args, **kwargs)
         A = args[0] if args else kwargs[first]
         has_tensors = any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
@@ -74,24 +69,6 @@ def _as_arrays(result: Any) -> Any:
         return result
     parts = map(_as_arrays, result)
     return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
-
-
-_MATMULS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-
-
-def _set_precisions(precisions: tuple[str, ...]) -> None:
-    for backend, precision in zip(_MATMULS, precisions, strict=True):
-        backend.fp32_precision = precision
-
-
-_PRECISIONS = ProcessSetting(
-    lambda: tuple(backend.fp32_precision for backend in _MATMULS), _set_precisions, ("ieee", "ieee")
-)
-
-
-def full_precision() -> Block:
-    """Return a block that computes float32 products in float32, ignoring torch.set_float32_matmul_precision."""
-    return _PRECISIONS.held()
 
 
 class Operand:

@@ -1,11 +1,11 @@
-"""The sizes of linear layers, and the base class of sketched layers: the seed, the two modes, saving and loading.
+"""The base class of sketched layers: the seed, the two modes, saving and loading.
 
 In a *seeded* layer the sketches are fixed functions of ``seed`` and non-persistent buffers. In a *fitted* layer, which
 loaded a checkpoint with sketches of its own, they are Parameters. ``sketch_seed`` in the state_dict stores the mode and
 the seed.
 """
 
-__all__ = ["LinearGeometry", "SketchedModule", "check_linear_input", "is_autocasting"]
+__all__ = ["SketchedModule"]
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,15 +21,12 @@ from panther._torch import (
     unsaved_buffers_of,
 )
 from panther.errors import (
-    DTypeError,
     ShapeError,
     SketchMismatchError,
     check_device,
     check_flag,
     check_floating,
-    check_size,
 )
-from panther.kernels.ops.library import can_autocast
 from panther.nn.protocol import CompressedModule
 from panther.nn.sketch_record import (
     RECORD_MARK,
@@ -44,63 +41,6 @@ from panther.nn.sketch_sizes import warn_unless_smaller
 from panther.sketch import check_seed, signs
 
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
-
-
-def is_autocasting(device_type: str) -> bool:
-    """Return whether autocast is enabled for a type of device, so that inputs of other dtypes are cast."""
-    return can_autocast(device_type) and torch.is_autocast_enabled(device_type)
-
-
-def check_linear_input(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
-    """Raise unless the input fits a linear layer of ``in_features`` inputs and this dtype."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
-    if x.dtype is not dtype and not is_autocasting(x.device.type):
-        other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
-        raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")
-    # Tracing would warn about a comparison of sizes, which are tensors.
-    if not (torch.jit.is_tracing() or x.is_nested) and (not x.dim() or x.shape[-1] != in_features):
-        features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
-        raise ShapeError(f"the input has {features} and the layer takes {in_features}")
-
-
-class LinearGeometry(CompressedModule):
-    """The sizes that a compressed linear layer shares with nn.Linear, and its way back.
-
-    Args:
-        in_features: Size of each input sample.
-        out_features: Size of each output sample.
-        bias: Whether to add a bias.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-
-    Raises:
-        ShapeError: If a size is out of range.
-        TypeError: If an argument has the wrong type.
-        DTypeError: If ``dtype`` is not floating.
-    """
-
-    dense_class = nn.Linear
-    dense_arguments = ("in_features", "out_features", "bias")
-    in_features: int
-    out_features: int
-
-    def _set_sizes(self, in_features: int, out_features: int) -> None:
-        self.in_features = check_size("in_features", in_features, least=1)
-        self.out_features = check_size("out_features", out_features, least=1)
-
-    def to_linear(self) -> nn.Linear:
-        """Return the nn.Linear with this layer's effective weight and bias, copied.
-
-        Example:
-            >>> import torch
-            >>> from panther.nn import SKLinear
-            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
-            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
-            True
-        """
-        linear: nn.Linear = self.to_dense()
-        return linear
 
 
 class SketchedModule(CompressedModule):

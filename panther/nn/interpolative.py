@@ -21,10 +21,9 @@ from panther.errors import (
     check_size,
 )
 from panther.linalg import interpolative
-from panther.nn.base import LinearGeometry, check_linear_input
 from panther.nn.factors import check_dense, check_shapes, fittable, leading_factors
 from panther.nn.pairs import LinearPair
-from panther.nn.protocol import allow_saving
+from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.sketch_record import has_values
 
 _INDEX_BYTES = 4

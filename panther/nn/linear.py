@@ -14,12 +14,12 @@ from panther._torch import buffers_of, parameters_of
 from panther.errors import check_flag
 from panther.kernels import pack_signs, unpack_signs
 from panther.kernels.reference import dense_sketch
-from panther.nn.base import LinearGeometry, SketchedModule
+from panther.nn.base import SketchedModule
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_factors
 from panther.nn.functional import sketched_linear, sketched_product
 from panther.nn.low_rank import LowRankLinear
 from panther.nn.pairs import LinearPair
-from panther.nn.protocol import allow_saving
+from panther.nn.protocol import LinearGeometry, allow_saving
 from panther.nn.sketch_record import SKETCH_VERSIONS
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank
 from panther.sketch import signs

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from panther._docstrings import inherit_arguments
 from panther._torch import parameters_of
 from panther.errors import check_device, check_flag, check_floating, check_size
-from panther.nn.base import LinearGeometry, check_linear_input
 from panther.nn.conv.geometry import ConvGeometry
 from panther.nn.conv.product import convolve, dense_kernel, take_format_
 from panther.nn.factors import check_dense, check_shapes, fittable, leading_factors, learnable_factors
 from panther.nn.pairs import ConvPair, LinearPair
-from panther.nn.protocol import CompressedModule, allow_saving
+from panther.nn.protocol import CompressedModule, LinearGeometry, allow_saving, check_linear_input
 from panther.nn.sketch_sizes import divisible, warn_unless_smaller
 
 torch.fx.wrap("_product")  # A symbolic trace must not branch on the input.

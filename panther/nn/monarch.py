@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_size
-from panther.nn.base import LinearGeometry, check_linear_input
 from panther.nn.factors import check_dense, fittable, learnable_factors
 from panther.nn.low_rank import FactoredModule
-from panther.nn.protocol import allow_saving
+from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.sketch_sizes import per_dim
 
 _FEW_ROWS = range(2, 9)

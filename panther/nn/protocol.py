@@ -7,8 +7,8 @@ class. Writers of files take :meth:`CompressedModule.to_record`, readers :meth:`
 """
 
 __all__ = [
-    "TRAINED_SCALES", "CompressedModule", "allow_saving", "allowed_layers", "arguments_of", "compressed_layers",
-    "keep_own_forward", "recorded_class",
+    "TRAINED_SCALES", "CompressedModule", "LinearGeometry", "allow_saving", "allowed_layers", "arguments_of",
+    "check_linear_input", "compressed_layers", "keep_own_forward", "recorded_class",
 ]  # fmt: skip
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from panther._hints import explain_keywords_of_class
 from panther._torch import buffers_of, children_of, is_transformed, version_of
-from panther.errors import FormatError, SketchMismatchError
+from panther.errors import DTypeError, FormatError, ShapeError, SketchMismatchError, check_size
+from panther.kernels.ops.library import is_autocasting
 from panther.nn.factors import inherit_settings
 from panther.nn.sketch_record import RECORD_MARK, check_mark, has_values, record_mark
 
@@ -461,3 +462,55 @@ class CompressedModule(nn.Module):
         unexpected_keys += unexpected
         error_msgs += wrong
         return not (missing or wrong)
+
+
+def check_linear_input(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
+    """Raise unless the input fits a linear layer of ``in_features`` inputs and this dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    if x.dtype is not dtype and not is_autocasting(x.device):
+        other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
+        raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")
+    # Tracing would warn about a comparison of sizes, which are tensors.
+    if not (torch.jit.is_tracing() or x.is_nested) and (not x.dim() or x.shape[-1] != in_features):
+        features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
+        raise ShapeError(f"the input has {features} and the layer takes {in_features}")
+
+
+class LinearGeometry(CompressedModule):
+    """The sizes that a compressed linear layer shares with nn.Linear, and its way back.
+
+    Args:
+        in_features: Size of each input sample.
+        out_features: Size of each output sample.
+        bias: Whether to add a bias.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+
+    Raises:
+        ShapeError: If a size is out of range.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+    """
+
+    dense_class = nn.Linear
+    dense_arguments = ("in_features", "out_features", "bias")
+    in_features: int
+    out_features: int
+
+    def _set_sizes(self, in_features: int, out_features: int) -> None:
+        self.in_features = check_size("in_features", in_features, least=1)
+        self.out_features = check_size("out_features", out_features, least=1)
+
+    def to_linear(self) -> nn.Linear:
+        """Return the nn.Linear with this layer's effective weight and bias, copied.
+
+        Example:
+            >>> import torch
+            >>> from panther.nn import SKLinear
+            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
+            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
+            True
+        """
+        linear: nn.Linear = self.to_dense()
+        return linear

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from panther._torch import FakeTensor
 from panther.errors import SketchMismatchError
-from panther.files.tensors import bytes_of
 from panther.sketch import STREAM_VERSION
 
 _FITTED = -1
@@ -105,8 +104,12 @@ def integers_checksum(tensors: Iterable[Tensor | None]) -> int | None:
         if tensor is not None:
             if type(tensor) is not Tensor or not has_values(tensor):
                 return None
-            checksum = zlib.crc32(bytes_of(tensor), checksum)
+            checksum = zlib.crc32(_bytes_of(tensor), checksum)
     return checksum % (2**23 - 1) + 1
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.ravel().view(torch.uint8).numpy(force=True).data
 
 
 def record_mark(record: Any) -> Tensor | None:
@@ -117,7 +120,7 @@ def record_mark(record: Any) -> Tensor | None:
     if type(record) is not Tensor or not has_values(record):
         return None
     # Not a CRC, which is the same for all records that end with their own CRC.
-    digest = hashlib.blake2b(bytes_of(record), digest_size=4).digest()
+    digest = hashlib.blake2b(_bytes_of(record), digest_size=4).digest()
     return torch.tensor([1 + byte % 128 / 128 for byte in digest], device=record.device)
 
 

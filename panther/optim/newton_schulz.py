@@ -14,8 +14,8 @@ __all__ = ["orthogonalize"]
 import torch
 from torch import Tensor
 
+from panther._process_settings import full_precision
 from panther.errors import DTypeError, ShapeError
-from panther.linalg.operand import full_precision
 
 # Coefficients of Muon's polynomial a s + b s^3 + c s^5, whose slope at 0 is steep: five rounds bring the singular
 # values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from panther._process_settings import full_precision
 from panther.errors import TrainingError
 from panther.kernels import pack_signs, unpack_signs
-from panther.linalg.operand import full_precision
 from panther.optim.adamw_step import copy_rounded, moment_dtype
 from panther.optim.matrix_updates import batches_of, local_part, placed_like, placements_like
 from panther.sketch import signs

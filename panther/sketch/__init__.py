@@ -3,6 +3,7 @@
 from typing import Any
 
 from panther._hints import missing_name
+from panther._process_settings import check_seed, draw_seed
 
 from .dense import GaussianSketch, SignSketch, UniformSketch
 from .functional import (
@@ -18,7 +19,7 @@ from .functional import (
 )
 from .operator import SketchingOperator, TransposedSketch
 from .sparse import Axis, SparseSketch
-from .streams import STREAM_VERSION, check_seed, draw_seed, signs
+from .streams import STREAM_VERSION, signs
 from .trig import SRHT
 
 __all__ = [

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from panther._docstrings import inherit_arguments
 from panther._hints import explain_keywords_of_class
+from panther._process_settings import check_seed
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference import coo_tensor
-from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
+from panther.sketch.streams import STREAM_VERSION, check_stream
 
 _Drawn = TypeVar("_Drawn", bound=Tensor | tuple[Tensor, ...])
 _Linear = Callable[[Tensor], Tensor]

@@ -5,20 +5,19 @@ Key of the Philox-4x32-10 generator: the seed. Counter: ``(row, column block, st
 block of a sketch can be drawn without the rest.
 """
 
-__all__ = ["STREAM_VERSION", "Kind", "check_seed", "check_stream", "draw_seed", "signs", "tag"]
+__all__ = ["STREAM_VERSION", "Kind", "check_stream", "signs", "tag"]
 
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from panther._torch import disable_dispatch_modes
+from panther._process_settings import check_seed
 from panther.errors import ShapeError, check_floating
 from panther.kernels import sign_block
 
 # A change of the numbers that a seed gives needs a new version. Layers and checkpoints store their version.
 STREAM_VERSION = 1
-_SEED_LIMIT = 1 << 63
 
 
 class Kind(IntEnum):
@@ -44,45 +43,6 @@ def check_stream(stream: int) -> int:
     if not 0 <= stream.__index__() < 1 << 32:
         raise ValueError(f"stream={stream} must be in [0, 2^32): number the matrices of a seed from 0")
     return stream.__index__()
-
-
-def draw_seed() -> int:
-    """Draw a seed in ``[0, 2^63)`` from torch's default CPU generator, which ``torch.manual_seed`` governs.
-
-    Works under the meta device and under fake tensors too: a seed is always a real number.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> seed = draw_seed()
-        >>> 0 <= seed < 2**63
-        True
-    """
-    with disable_dispatch_modes():
-        return int(torch.randint(_SEED_LIMIT - 1, (), dtype=torch.int64, device="cpu"))
-
-
-def check_seed(seed: int | None) -> int:
-    """Return ``seed`` as a Python int, drawn by :func:`draw_seed` if it is None.
-
-    Args:
-        seed: An integer in ``[0, 2^63)``, or None.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is outside ``[0, 2^63)``.
-
-    Example:
-        >>> check_seed(7)
-        7
-    """
-    if seed is None:
-        return draw_seed()
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer or None, not {type(seed).__name__}: pass seed=0")
-    seed = seed.__index__()
-    if not 0 <= seed < _SEED_LIMIT:
-        raise ValueError(f"seed={seed} must be in [0, 2^63): pass seed % 2**63")
-    return seed
 
 
 def signs(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._logs import logs_shown
-from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
+from panther._process_settings import deterministic_algorithms, preserved_generators, seed_generators
 from panther._torch import first_infinities
 from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks

@@ -30,7 +30,7 @@ _OF_COMPRESS = (
 class TuneConfig:
     """The arguments of :func:`panther.tune` except for the model, checked; the function documents them.
 
-    The function has its signature from here, by :func:`panther._settings.takes_settings`.
+    The function has its signature from here, by :func:`panther._hints.takes_settings`.
     """
 
     evaluate: Callable[[nn.Module], Any]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from panther._random_state import preserved_generators, seed_generators
+from panther._process_settings import preserved_generators, seed_generators
 from panther.compression.calibration.descriptions import hash_of
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.targets import replace_modules

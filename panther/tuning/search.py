@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from panther._descriptions import describe_function
-from panther._random_state import preserved_generators
-from panther._settings import takes_settings
+from panther._hints import takes_settings
+from panther._process_settings import preserved_generators
 from panther.compression.calibration.descriptions import checksum, described_batches, shortened
 from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.survey import check_adapters, check_model, select_targets

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.compression import fitting
+from panther.compression import preparation
 from panther.compression.calibration.targets import replace_modules
 from panther.compression.config import CompressConfig
 from panther.compression.forms import Option
@@ -160,7 +160,7 @@ def test_options_near_a_global_choice_are_those_of_losses_that_differ_by_the_fac
 def test_few_widths_are_rounded_and_the_error_is_that_of_all_widths(monkeypatch):
     batches = list(torch.randn(96, 9, 32, generator=torch.Generator().manual_seed(0)).split(16))
     rounded = []
-    original = fitting.fit_quantized
+    original = preparation.fit_quantized
 
     def count(tasks, *settings, **options):
         rounded.extend(len(task.widths) for task in tasks)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from panther.kernels.ops.quantized_operands import spread
+from panther.kernels.reference.codes import spread
 from torch import Tensor
 
 from panther.compression.forms.codes import RoundingTask, fit_quantized, quantize_weights

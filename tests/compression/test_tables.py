@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from panther.kernels.ops.quantized_operands import spread
+from panther.kernels.reference.codes import spread
 from torch import nn
 
 import panther as pr

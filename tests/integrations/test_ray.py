@@ -63,7 +63,7 @@ def digest(path):
 
 def train_plainly(directory):
     """The same run without Ray, on each of the processes of panther.distributed.launch."""
-    from panther._random_state import seed_generators
+    from panther._process_settings import seed_generators
 
     config = settings(directory)
     seed_generators(config.seed)

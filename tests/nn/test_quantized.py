@@ -4,7 +4,7 @@ import pytest
 import torch
 from covering import all_pairs
 from panther.kernels import code_bytes
-from panther.kernels.ops.quantized_operands import spread
+from panther.kernels.reference.codes import spread
 from tolerances import assert_close
 from torch import nn
 

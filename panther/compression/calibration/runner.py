@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther._process_settings import ProcessSetting
-from panther._random_state import preserved_generators, seed_cpu_generators
+from panther._process_settings import ProcessSetting, preserved_generators, seed_cpu_generators
 from panther._torch import compiler_stance, is_dynamo_loaded, set_compiler_stance
 from panther.compression.calibration.batches import (
     MASK_NAMES,

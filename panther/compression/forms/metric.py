@@ -18,7 +18,7 @@ from torch import Tensor
 
 from panther.compression.calibration.targets import Target
 from panther.compression.moments import Moments
-from panther.kernels.ops.quantized_operands import spread
+from panther.kernels.reference.codes import spread
 from panther.linalg import randomized_svd
 from panther.nn.quantized.matrix import MAXIMUM_CODE
 

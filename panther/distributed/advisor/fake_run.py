@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
+from panther._process_settings import ProcessSetting
 from panther._torch import (
     COLLECTIVE_NAMESPACES,
+    FAKE_LOG,
     FakeTensorMode,
     TorchDispatchMode,
     buffers_of,
@@ -34,7 +37,6 @@ from panther._torch import (
     tree_leaves,
     tree_map_only,
     untracked_shard,
-    without_fake_log,
 )
 from panther.distributed.comm.ranks import in_process_group
 from panther.distributed.comm.traffic import CommunicationCounter
@@ -44,6 +46,7 @@ Policy = Callable[..., CheckpointPolicy]
 """The policy of selective activation checkpointing, which is given an operation and its arguments."""
 
 _GROUPS = itertools.count()
+_NO_FAKE_LOG = ProcessSetting(lambda: FAKE_LOG.disabled, partial(setattr, FAKE_LOG, "disabled"), True)
 _ROWS_ONLY = (torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
@@ -321,7 +324,7 @@ def run(
     selecting = _SelectedResults(lambda: block.policy if block is not None else None, select)
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with without_fake_log(), mode, traffic, work, saving:
+        with _NO_FAKE_LOG.held(), mode, traffic, work, saving:
             with autocast, selecting:
                 output = _call(model, inputs)
                 if output_dtype is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.nn.base import is_autocasting
+from panther.kernels.ops.library import is_autocasting
 from panther.nn.conv.padded import dense_conv
 from panther.nn.pairs import ConvPair, copied_parameter
 from panther.nn.sketch_sizes import Padding, check_padding, divisible, per_dim
@@ -110,6 +110,6 @@ def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> No
             f"the input must be (N, {in_channels}, {size}) or ({in_channels}, {size}) for in_channels={in_channels}, "
             f"not {tuple(x.shape)}: reshape it"
         )
-    if x.dtype != dtype and not is_autocasting(x.device.type):
+    if x.dtype != dtype and not is_autocasting(x.device):
         other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
         raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.nn.base import is_autocasting
+from panther.kernels.ops.library import is_autocasting
 from panther.nn.conv.geometry import check_input
 from panther.nn.conv.padding import CONVOLUTIONS, pad_input
 from panther.nn.sketch_sizes import Padding
@@ -83,7 +83,7 @@ def convolve(
         S, U = _pad_rows(S, groups), _pad_rows(U, groups)
     rows, out = U.shape
     # Without gradients and in full precision, the last product takes the scale, which spares two operations.
-    takes_scale = x.dtype.itemsize > 2 and not (torch.is_grad_enabled() or is_autocasting(x.device.type))
+    takes_scale = x.dtype.itemsize > 2 and not (torch.is_grad_enabled() or is_autocasting(x.device))
     if scale != 1.0 and not takes_scale:
         # In half precision, a power of two keeps the signs exact, and near 1/sqrt(rows) it keeps both products in
         # range.

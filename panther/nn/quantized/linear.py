@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from panther._docstrings import inherit_arguments
 from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast
-from panther.nn.base import LinearGeometry, check_linear_input
 from panther.nn.factors import check_dense
-from panther.nn.protocol import allow_saving
+from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 ACTIVATIONS = (None, "int8")

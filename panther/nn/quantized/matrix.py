@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
 from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, code_bytes, pack_codes, unpack_codes
-from panther.kernels.ops.quantized_operands import dense_weight, spread, wide_factors
+from panther.kernels.ops.quantized_operands import dense_weight, wide_factors
+from panther.kernels.reference.codes import spread
 from panther.nn.factors import check_shapes, fittable, leading_factors
 from panther.nn.pairs import LinearPair
 from panther.nn.quantized.state import STORED_SCALES, QuantizedState

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from panther._random_state import preserved_generators, seed_cpu_generators
+from panther._process_settings import preserved_generators, seed_cpu_generators
 from panther.distributed import get_rank
 from panther.errors import ConfigError
 from panther.train.agreement import agree_on_order

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from panther._random_state import preserved_generators
+from panther._process_settings import preserved_generators
 from panther._torch import end_with_parent, kill_loader_workers
 from panther.distributed.comm.ending import SIGNALS
 from panther.errors import TrainingError

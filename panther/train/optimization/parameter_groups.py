@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from panther._process_settings import ignored_warnings
-from panther._random_state import preserved_generators
+from panther._process_settings import ignored_warnings, preserved_generators
 from panther.distributed import get_rank
 from panther.errors import CheckpointError, ConfigError
 from panther.train.config import TrainConfig
