@@ -63,6 +63,9 @@ ATTRIBUTES = {
     "panther.linalg.hutchpp": "panther.linalg.trace",
     "panther.linalg.slogdet": "panther.linalg.logdet",
     "panther.linalg.Nystroem": "panther.linalg.rp_cholesky",
+    "panther.linalg.IncrementalPCA": "panther.linalg.StreamingSVD",
+    "panther.linalg.cur": "panther.linalg.interpolative",
+    "panther.linalg.interp_decomp": "panther.linalg.interpolative",
     "panther.sketch.CountSketch": "panther.sketch.SparseSketch",
     "panther.sketch.FJLT": "panther.sketch.SRHT",
 }

@@ -21,6 +21,7 @@ from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import (
     as_dense,
     as_operand,
+    as_sharded,
     check_finite,
     check_number,
     driver,
@@ -28,7 +29,7 @@ from panther.linalg.operand import (
     times_two_to,
 )
 from panther.linalg.orthogonal import rotate
-from panther.linalg.sharded import sharded_operand
+from panther.linalg.sharded import ShardedOperand
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
 # The sketch has this many rows more than gamma n, because singular values of small random matrices vary more.
@@ -134,23 +135,23 @@ def cqrrpt(
 
     Reference: Melnichenko, Balabanov, Murray, Demmel, Mahoney and Luszczek (2023), arXiv:2311.08316.
     """
-    sharded, matrix = sharded_operand(M), M
-    M = as_operand(as_dense("M", M) if sharded is None else as_dense("M", sharded.local.A), "M", batched=False).A
-    m, n = M.shape if sharded is None else sharded.shape
+    operand = as_operand(as_dense("M", M) if as_sharded(M) is None else M, "M", batched=False)
+    matrix, M = M, as_dense("M", operand.A)
+    m, n = operand.shape
     rule = f"between 1 and {_MOST_GAMMA:g}"
     gamma = check_number("gamma", gamma, rule, lambda number: 1 <= number <= _MOST_GAMMA, "1.25, the default, or 2")
     if rtol is None:
         rtol = torch.finfo(M.dtype).eps * min(max(m, n), 10 * n)
     rtol = check_number("rtol", rtol, "in [0, 1)", lambda number: 0 <= number < 1, "None for the numerical rank")
-    seed = check_seed(seed)
-    if sharded is None:
+    seed = operand.ranks.seed(check_seed(seed))
+    if not isinstance(operand, ShardedOperand):
         d = max(math.ceil(gamma * n), n + _MORE_ROWS)
         if M.dtype == torch.float32 and m >= _TALL * n:
             d = max(d, _FLOAT32_GAMMA * n)
         result = _factor(M, d, rtol, seed)
     else:
-        sharded.check_finite(M)
-        Q, R = sharded_qr(M, sharded.ranks)
+        operand.check_finite(M)
+        Q, R = sharded_qr(M, operand.ranks)
         small = _factor(R, len(R) + n, rtol, seed)
         result = CQRRPTResult(rotate(Q, small.Q), small.R, small.P)
     # The probes use a different kind of stream than the sketch, so they are independent.

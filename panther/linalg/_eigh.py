@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from panther._docstrings import inherit_arguments
-from panther.errors import ShapeError, check_size
+from panther.errors import check_size
 from panther.linalg._rangefinder import (
     SearchOptions,
     check_n_iter,
@@ -26,9 +26,9 @@ from panther.linalg._rangefinder import (
     sign_matrix,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.operand import Operand, as_operand, driver
+from panther.linalg.operand import Operand, driver
 from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
-from panther.linalg.sharded import ShardedOperand
+from panther.linalg.sharded import as_square
 from panther.sketch import check_seed
 
 
@@ -193,12 +193,8 @@ def _project(
     A: Any, k: int, oversample: int, n_iter: int | str, seed: int | None
 ) -> tuple[Operand, int, int, Tensor, Tensor, Tensor]:
     """Return checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
-    operand = as_operand(A)
-    if isinstance(operand, ShardedOperand):
-        operand.gathers = True
+    operand = as_square(A)
     n = operand.shape[-1]
-    if operand.shape[-2] != n:
-        raise ShapeError(f"A, of shape {tuple(operand.shape)}, must be square: use randomized_svd")
     k = check_rank(k, operand)
     width = k + check_size("oversample", oversample, least=0)
     block, blocks = krylov_blocks(width, check_n_iter(n_iter))

@@ -11,7 +11,6 @@ from panther.linalg._cqrrpt import cqrrpt
 from panther.linalg._rangefinder import check_rank
 from panther.linalg._svd import randomized_svd
 from panther.linalg.operand import as_operand, driver
-from panther.sketch import check_seed
 
 
 @driver
@@ -44,7 +43,7 @@ def leverage_scores(
     Reference: P. Drineas, M. Magdon-Ismail, M. W. Mahoney and D. P. Woodruff, "Fast approximation of matrix coherence
     and statistical leverage", JMLR 13 (2012), arXiv:1109.3843.
     """
-    operand, seed = as_operand(A), check_seed(seed)
+    operand = as_operand(A)
     if k is None and operand.dense is not None and operand.dense.ndim == 2:
         return cqrrpt(operand.dense, seed=seed).Q.square().sum(-1)
     most = min(operand.shape[-2:])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.kernels.reference import coo_tensor
-from panther.linalg._preconditioner import Preconditioner, Scaled, Spectral, from_columns, from_gram, from_rows
+from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_gram, from_rows
 from panther.linalg._ranks import sharded_qr
 from panther.linalg._refinement import MAX_STEPS, Solution, System, refine, smallest_singular_value, solve_quickly
 from panther.linalg.error import ErrorEstimate
@@ -35,7 +35,7 @@ from panther.linalg.operand import (
     tensor_of,
     times_two_to,
 )
-from panther.linalg.sharded import ShardedOperand, sharded_operand
+from panther.linalg.sharded import ShardedOperand
 from panther.sketch import SignSketch, SparseSketch, check_seed
 
 # Cost of reading an entry of A for one right-hand side, in units of its cost in QR for each column (measured).
@@ -157,10 +157,11 @@ def sketch_lstsq(
         >>> round((residual_norm / torch.linalg.norm(b - b.mean())).item(), 2)
         0.69
     """
-    if (sharded := sharded_operand(A)) is not None:
-        A, b = _from_shards(sharded, b)
-        seed = sharded.ranks.seed(check_seed(seed))
     operand = as_operand(A, batched=False)
+    if isinstance(operand, ShardedOperand):
+        seed = operand.ranks.seed(check_seed(seed))
+        A, b = _from_shards(operand, b)
+        operand = as_operand(A)
     b = _right_hand_side(b, operand)
     check_finite("b", b)
     ridge = check_number(
@@ -262,7 +263,7 @@ def _result(x: Tensor, norm: Tensor, steps: int, powers: list[int], norm_powers:
 
 def _quick_solution(
     operand: Operand, b: Tensor, root: float, tol: float, seed: int
-) -> tuple[System, Scaled, Solution] | None:
+) -> tuple[System, Spectral, Solution] | None:
     """Solve by conjugate gradients with scaled columns where A is sparse, if this takes less time than factoring."""
     m, n = operand.shape
     if operand.dense is not None or not operand.has_entries or operand.device.type != "cpu" or m <= n:
@@ -277,7 +278,8 @@ def _quick_solution(
     goal = max(torch.finfo(b.dtype).eps, min(tol, 1.0) / 10)
     if _DIGITS * limit < -math.log10(goal) or not float(squares.min()) > 0:
         return None
-    scaling = Scaled(torch.from_numpy(np.sqrt(squares + root**2)).to(b.dtype), math.sqrt(float(squares.sum())))
+    lengths = torch.from_numpy(np.sqrt(squares + root**2)).to(b.dtype)
+    scaling = Spectral(None, lengths, math.sqrt(float(squares.sum())))
     system = System(operand, b, root**2)
     solution = solve_quickly(system, scaling, tol, goal, limit, seed)
     return None if solution is None else (system, scaling, solution)
@@ -396,7 +398,9 @@ def _scaled(operand: Operand, power: int) -> Operand:
 
 def _warn(solution: Solution, N: Preconditioner) -> None:
     size = N.frobenius * (solution.objective + N.frobenius * solution.x.norm(dim=1))
-    if isinstance(N, Spectral):  # Unless S missed a direction, the gradient outside the row space is rounding.
+    if (
+        isinstance(N, Spectral) and N.V is not None
+    ):  # Unless S missed a direction, the gradient outside the row space is rounding.
         outside = solution.gradient - (solution.gradient @ N.V) @ N.V.mT
         excess = float((outside.norm(dim=1) / size / torch.finfo(size.dtype).eps).nan_to_num(0).max())
     else:

@@ -3,7 +3,7 @@
 Right-hand sides, iterates and gradients are rows, (p, n), the layout whose products are fast.
 """
 
-__all__ = ["Preconditioner", "Scaled", "Spectral", "Triangular", "from_columns", "from_gram", "from_rows"]
+__all__ = ["Preconditioner", "Spectral", "Triangular", "from_columns", "from_gram", "from_rows"]
 
 import math
 from dataclasses import dataclass
@@ -49,16 +49,16 @@ class Triangular:
 
 @dataclass(frozen=True)
 class Spectral:
-    """N = ``V diag(1 / s)``, of shape (n, r): the inverse of R on the row space that V spans."""
+    """N = ``V diag(1 / s)``, of shape (n, r): the inverse of R on the row space that V spans, None for the identity."""
 
-    V: Tensor
+    V: Tensor | None
     s: Tensor
     frobenius: float  # norm of A or its sketch, without the ridge that the norm of R includes
 
     @property
     def condition(self) -> float:
         """Largest over smallest of s."""
-        return float(self.s[0] / self.s[-1]) if len(self.s) else 1.0
+        return float(self.s.max() / self.s.min()) if len(self.s) else 1.0
 
     @property
     def size(self) -> float:
@@ -67,48 +67,22 @@ class Spectral:
 
     def to_x(self, y: Tensor) -> Tensor:  # (p, r) -> (p, n)
         """Return ``N y``."""
-        return (y / self.s) @ self.V.mT
+        return y / self.s if self.V is None else (y / self.s) @ self.V.mT
 
     def to_y(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, r)
         """Return ``N^T gradient``."""
-        return (gradient @ self.V) / self.s
+        return self._inside(gradient) / self.s
 
     def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
         r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients, in the row space."""
-        norms: Tensor = ((gradient @ self.V) / self.s.square().add(shift**2).sqrt()).norm(dim=1)
+        norms: Tensor = (self._inside(gradient) / self.s.square().add(shift**2).sqrt()).norm(dim=1)
         return norms
 
-
-@dataclass(frozen=True)
-class Scaled:
-    """N = ``diag(1 / s)``, which scales the columns of A to length one."""
-
-    s: Tensor  # (n,)
-    frobenius: float  # norm of A, without the ridge that s includes
-
-    @property
-    def condition(self) -> float:
-        """Largest over smallest of s."""
-        return float(self.s.max() / self.s.min())
-
-    @property
-    def size(self) -> float:
-        """The Frobenius norm of diag(s)."""
-        return float(self.s.norm())
-
-    def to_x(self, y: Tensor) -> Tensor:  # (p, n) -> (p, n)
-        """Return ``N y``."""
-        return y / self.s
-
-    to_y = to_x
-
-    def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
-        r"""Return the norms of :math:`(N^{-2} + \text{shift}^2 I)^{-1/2}` times the gradients."""
-        norms: Tensor = (gradient / self.s.square().add(shift**2).sqrt()).norm(dim=1)
-        return norms
+    def _inside(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, r)
+        return gradient if self.V is None else gradient @ self.V
 
 
-Preconditioner = Triangular | Spectral | Scaled
+Preconditioner = Triangular | Spectral
 
 
 def from_columns(

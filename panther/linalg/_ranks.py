@@ -2,13 +2,15 @@
 
 __all__ = ["ALONE", "Group", "Ranks", "sharded_qr"]
 
-from typing import TypeAlias
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from panther.errors import DistributedError
+from panther.errors import DistributedError, PantherError
 
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 
@@ -26,10 +28,67 @@ class Ranks:
         if "nccl" in dist.get_backend(group):  # which sends tensors on GPUs only
             self._transport = torch.device("cuda", torch.cuda.current_device())
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise the same error on every rank if the block fails on one, instead of leaving the others to wait for it.
+
+        Before they send, all ranks ask by :meth:`sync` whether any has failed; a rank that has answers once and leaves.
+        """
+        try:
+            yield
+        except Exception as error:
+            if "is_common" not in vars(error):
+                self.sync(error)
+            raise
+        self.sync()
+
+    def sync(self, error: Exception | None = None) -> None:
+        """Raise the same error on every rank if one of them has an error."""
+        if self.size == 1:
+            return
+        failed = torch.tensor([error is not None], dtype=torch.uint8, device=self._transport)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        if not bool(failed):
+            return
+        is_known = isinstance(error, PantherError) or type(error) in (TypeError, ValueError)
+        kind = type(error) if is_known else DistributedError  # Other ranks may not have a user's class.
+        answers = self._gather_objects(None if error is None else (kind, str(error)))
+        kind = next(answer[0] for answer in answers if answer)
+        message = self._by_rank([answer and answer[1] for answer in answers])
+        common = error if error is not None and message == str(error) else kind(message)
+        vars(common)["is_common"] = True
+        raise common from (None if common is error else error)
+
+    def agree(self, noun: str, description: str) -> None:
+        """Raise DistributedError on every rank unless all give the same description."""
+        self.sync()
+        message = self._by_rank(self._gather_objects(description))
+        if message != description:
+            rule = f"{noun} must be equal on all ranks, and are not: {message}"
+            raise DistributedError(f"{rule}: use the same on every rank")
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _by_rank(self, texts: list[str | None]) -> str:
+        """Return the text of all ranks, or the texts that are not None with their ranks in the default group."""
+        if len(set(texts)) == 1:
+            return str(texts[0])
+        ranks = dist.get_process_group_ranks(self.group)
+        by_text: dict[str, list[str]] = {}
+        for rank, text in zip(ranks, texts, strict=True):
+            if text is not None:
+                by_text.setdefault(text, []).append(f"rank {rank}")
+        return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks."""
         if self.size == 1:
             return x
+        self.sync()
         total = x.to(self._transport, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total.to(x.device)
@@ -46,6 +105,7 @@ class Ranks:
         """Return the tensors of all ranks, of one shape and dtype, stacked along a new first dimension."""
         if self.size == 1:
             return x[None]
+        self.sync()
         message = x.to(self._transport).contiguous()
         gathered = [torch.empty_like(message) for _ in range(self.size)]
         dist.all_gather(gathered, message, group=self.group)

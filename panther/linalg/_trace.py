@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from panther._docstrings import inherit_arguments
-from panther.errors import ShapeError, check_size
+from panther.errors import check_size
 from panther.linalg._rangefinder import sign_matrix
-from panther.linalg.operand import Operand, as_operand, driver
+from panther.linalg.operand import Operand, driver
+from panther.linalg.sharded import as_square
 from panther.sketch import GaussianSketch, check_seed
 
 # No other driver draws from this stream, so the same seed can be used here.
@@ -137,10 +138,8 @@ def diag(A: Any, m: int, *, symmetric: bool = False, seed: int | None = None) ->
 
 
 def _checked(A: Any, m: int, seed: int | None) -> tuple[Operand, int, int]:
-    operand = as_operand(A)
-    if operand.shape[-2] != operand.shape[-1]:
-        raise ShapeError(f"A, of shape {tuple(operand.shape)}, must be square: use A.mT @ A, or pass its square block")
-    return operand, check_size("m", m, least=_LEAST_PRODUCTS), check_seed(seed)
+    operand = as_square(A)
+    return operand, check_size("m", m, least=_LEAST_PRODUCTS), operand.ranks.seed(check_seed(seed))
 
 
 def _exact(value: Tensor, operand: Operand) -> TraceEstimate:

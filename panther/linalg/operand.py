@@ -1,8 +1,8 @@
 """The matrices that drivers accept: tensors, sparse tensors, arrays, and objects with ``@`` and ``.T``."""
 
 __all__ = [
-    "KINDS", "SAFE_POWER", "Operand", "as_dense", "as_operand", "check_finite", "check_number", "driver",
-    "frobenius_norm", "summed_product", "tensor_of", "times_two_to",
+    "SAFE_POWER", "SHARDED_KINDS", "Operand", "as_dense", "as_operand", "as_sharded", "check_finite", "check_number",
+    "driver", "frobenius_norm", "summed_product", "tensor_of", "times_two_to",
 ]  # fmt: skip
 
 import math
@@ -30,8 +30,8 @@ SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 
 _NARROW = 32
 
-# Functions that return the operand of a kind of matrix, and None of all others; modules above register theirs.
-KINDS: list[Callable[[Any], "Operand | None"]] = []
+# Functions that return a matrix of a kind as RowSharded, and None of all other kinds; modules above register theirs.
+SHARDED_KINDS: list[Callable[[Any], Any]] = []
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,13 +47,34 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         check_keywords(function, kwargs)
-        with exact_products():
+        A = args[0] if args else kwargs.get(first)
+        ranks = ALONE
+        if (sharded := as_sharded(A)) is not None:
+            A, ranks = sharded, sharded.ranks
+            args, kwargs = ((A, *args[1:]), kwargs) if args else (args, kwargs | {first: A})  # type: ignore[assignment]
+        with exact_products(), ranks.together():
+            if ranks.size > 1:
+                named = [f"{_described(argument)}" for argument in args[1:]]
+                named += [f"{name}={_described(kwargs[name])}" for name in sorted(kwargs) if name != first]
+                ranks.agree("calls", f"{function.__name__}({', '.join(('A', *named))})")
             result = function(*args, **kwargs)
-        A = args[0] if args else kwargs[first]
         has_tensors = any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
         return _as_arrays(result) if not has_tensors and (_is_of_numpy(A) or _is_of_scipy(A)) else result
 
     return wrapper
+
+
+def as_sharded(A: Any) -> Any:
+    """Return a matrix that is sharded by rows as RowSharded, and None of anything else."""
+    return next((sharded for convert in SHARDED_KINDS if (sharded := convert(A)) is not None), None)
+
+
+def _described(argument: Any) -> str:
+    """Return what ranks must agree on: plain values, dtype and all but the rows of arrays, and the types of objects."""
+    if hasattr(argument, "shape") and hasattr(argument, "dtype"):
+        return f"{argument.dtype} of shape ({', '.join(('rows', *map(str, argument.shape[1:])))})"
+    plain = argument is None or isinstance(argument, bool | int | float | str)
+    return repr(argument) if plain else type(argument).__name__
 
 
 def _is_of_numpy(A: Any) -> bool:
@@ -187,7 +208,10 @@ class Operand:
         if math.isfinite(float(product.sum())) or bool(product.isfinite().all()):  # See the function check_finite.
             return
         check_finite("A", product if self.values is None else self.values)
-        raise ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
+        raise self._overflow()
+
+    def _overflow(self) -> ValueError:
+        return ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
 
 
 def summed_product(X: Tensor, Y: Tensor) -> Tensor:  # (*batch, m, k), (*batch, m, n) -> (*batch, k, n)
@@ -216,9 +240,9 @@ def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
 
     An A that is neither a tensor nor an array multiplies tensors of its dtype.
     """
-    for operand_of in KINDS:
-        if (operand := operand_of(A)) is not None:
-            return operand
+    if (sharded := as_sharded(A)) is not None:
+        operand: Operand = sharded.operand()
+        return operand
     A = _from_array(name, A)
     if isinstance(A, Tensor):
         _check_readable(name, A)
@@ -337,9 +361,8 @@ def _from_array(name: str, A: Any) -> Any:
     if isinstance(A, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, and all of its entries would count: fill it with {name}.filled(0)")
     if A.dtype.newbyteorder("=") not in (np.float64, np.float32, np.float16):
-        raise DTypeError(
-            f"{name} is a NumPy array of {A.dtype} and must be real and floating: use {name}.astype(float)"
-        )
+        fix = "pass its real and imaginary parts" if A.dtype.kind == "c" else f"use {name}.astype(float)"
+        raise DTypeError(f"{name} is a NumPy array of {A.dtype} and must be real and floating: {fix}")
     return tensor_of(A)
 
 

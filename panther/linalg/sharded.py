@@ -1,6 +1,6 @@
 """Matrices whose rows are on several ranks: what drivers multiply by, without gathering them."""
 
-__all__ = ["RowSharded", "ShardedOperand", "sharded_operand"]
+__all__ = ["RowSharded", "ShardedOperand", "as_square"]
 
 import sys
 from typing import Any
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from panther.errors import ShapeError
 from panther.linalg._ranks import Group, Ranks
-from panther.linalg.operand import KINDS, Operand, as_operand
+from panther.linalg.operand import SHARDED_KINDS, Operand, as_operand, check_finite
 from panther.sketch import SignSketch
 
 
 class RowSharded:
     r"""A matrix (m, n) whose rows are sharded over the ranks of a process group, in the order of ranks.
 
-    All drivers except ``interpolative`` accept it, called on every rank with equal arguments. What has m rows (U, Q,
-    and b of least squares) has the rows of this rank; the rest (S, V, B, R, P, x, and the vectors of symmetric
-    matrices) is replicated. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)`` over a
-    mesh of one dimension is accepted as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
+    All drivers except ``interpolative`` and ``rp_cholesky`` accept it, called on every rank with equal arguments. What
+    has m rows (U, Q, and b of least squares) has the rows of this rank; the rest (S, V, B, R, P, x, and all vectors of
+    square matrices) is replicated. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)``
+    over a mesh of one dimension is accepted as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
 
     Rows are never sent: sums of n x l numbers are, l the columns of a block, and triangles of l x l; a symmetric A
     sends its products, n x l. ``n_iter="auto"`` is 4. Instead of a sketch, ``cqrrpt`` and ``sketch_lstsq`` factor the
@@ -34,7 +34,8 @@ class RowSharded:
         shape: (m, n), with the rows of all ranks.
 
     Raises:
-        ShapeError: On every rank, if the number of columns or the dtype differs between ranks.
+        DistributedError: If the number of columns or the dtype differs between ranks. Drivers raise it if arguments do.
+            Every rank raises the same error, also the error of one rank, such as b of a wrong shape.
 
     Example:
         >>> import panther as pr
@@ -45,15 +46,17 @@ class RowSharded:
     """
 
     def __init__(self, local_rows: Any, group: Group = None) -> None:
-        local = as_operand(local_rows, "local_rows", batched=False)
-        ranks = Ranks(group)
-        sizes = ranks.gather(torch.tensor([local.shape[0], local.shape[1], local.dtype.itemsize])).tolist()
-        if len({tuple(size[1:]) for size in sizes}) > 1:
-            columns = f"must be equal on all ranks, and are {[size[1:] for size in sizes]}"
-            raise ShapeError(f"columns and bytes per number of local_rows {columns}: pass rows of one matrix")
-        first = sum(size[0] for size in sizes[: ranks.rank])
-        self.shape = torch.Size((sum(size[0] for size in sizes), local.shape[1]))
-        self.parts = local, ranks, self.shape, first
+        self.ranks = Ranks(group)
+        with self.ranks.together():
+            self._local = as_operand(local_rows, "local_rows", batched=False)
+            num_rows, n = self._local.shape
+            self.ranks.agree("columns and dtype of local_rows", f"{n} columns of {self._local.dtype}")
+            sizes = self.ranks.gather(torch.tensor(num_rows)).tolist()
+        self._first, self.shape = sum(sizes[: self.ranks.rank]), torch.Size((sum(sizes), n))
+
+    def operand(self) -> "ShardedOperand":
+        """Return the matrix as drivers use it."""
+        return ShardedOperand(self._local, self.ranks, self.shape, self._first)
 
 
 class ShardedOperand(Operand):
@@ -78,9 +81,10 @@ class ShardedOperand(Operand):
         product[self._first : self._first + self.num_rows] = Y
         return self.ranks.sum(product)
 
-    def rmatmul(self, X: Tensor) -> Tensor:  # (rows, l) -> (n, l)
+    def rmatmul(self, X: Tensor) -> Tensor:  # (rows, l) or (m, l) -> (n, l)
         """Return ``A.mT @ X``, the sum of the products of all ranks."""
-        return self.ranks.sum(self.local.accurate_rmatmul(X if self.scale == 1 else X * self.scale))
+        X = self.rows_of(X if self.scale == 1 else X * self.scale)
+        return self.ranks.sum(self.local.accurate_rmatmul(X))
 
     def signs(self, columns: int, seed: int) -> Tensor:  # (rows, columns)
         """Return this rank's rows of a matrix (m, columns) of random signs."""
@@ -97,16 +101,29 @@ class ShardedOperand(Operand):
         return self.local.values
 
     def check_finite(self, product: Tensor) -> None:
-        """Raise ValueError on every rank if the product of one of them has NaN or infinity."""
+        """Raise the same ValueError on every rank if the product of one of them has NaN or infinity."""
         if bool(self.ranks.sum((~product.isfinite()).sum())):
-            self.local.check_finite(product)
-            raise ValueError("A must be finite, and another rank has NaN or infinity: use torch.nan_to_num there")
+            check_finite("A", product if self.values is None else self.values)
+            self.ranks.sync()
+            raise self._overflow()
 
 
-def sharded_operand(A: Any) -> ShardedOperand | None:
-    """Return the operand of a RowSharded, or of a DTensor that is sharded by rows; None of anything else."""
+def as_square(A: Any, *, batched: bool = True) -> Operand:
+    """Return a square matrix as an operand whose products have all rows, or raise ShapeError."""
+    operand = as_operand(A, batched=batched)
+    if operand.shape[-2] != operand.shape[-1]:
+        raise ShapeError(
+            f"A, of shape {tuple(operand.shape)}, must be square: use randomized_svd or sketch_lstsq, or pass A.mT @ A"
+        )
+    if isinstance(operand, ShardedOperand):
+        operand.gathers = True
+    return operand
+
+
+def _as_sharded(A: Any) -> RowSharded | None:
+    """Return a RowSharded, and a DTensor that is sharded by rows as one; None of anything else."""
     if isinstance(A, RowSharded):
-        return ShardedOperand(*A.parts)
+        return A
     module = sys.modules.get("torch.distributed.tensor")  # Without this import there are no DTensors.
     if module is None or not isinstance(A, module.DTensor):
         return None
@@ -114,7 +131,7 @@ def sharded_operand(A: Any) -> ShardedOperand | None:
         placements = f"has the placements {A.placements} over {A.device_mesh.ndim} dimensions"
         rule = "a DTensor must be sharded by rows over a mesh of one dimension"
         raise ShapeError(f"{rule}, and {placements}: use A.redistribute(placements=[Shard(0)])")
-    return ShardedOperand(*RowSharded(A.to_local(), A.device_mesh.get_group()).parts)
+    return RowSharded(A.to_local(), A.device_mesh.get_group())
 
 
-KINDS.append(sharded_operand)
+SHARDED_KINDS.append(_as_sharded)

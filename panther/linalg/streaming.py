@@ -24,6 +24,7 @@ from panther.linalg._ranks import Group, Ranks
 from panther.linalg.error import ErrorEstimate
 from panther.linalg.operand import Operand, as_operand, check_finite, driver, tensor_of
 from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
+from panther.linalg.sharded import ShardedOperand
 
 # Eigenvalues of a Gram matrix above this fraction of the largest one are accurate enough to drop rows by them, in half
 # the time of a QR and an SVD.
@@ -132,7 +133,8 @@ class StreamingSVD:
         operand = self._checked(rows)
         values = tensor_of(operand.A.data) if operand.values is None else operand.values
         check_finite("rows", values)
-        if values.numel() and (largest := float(values.abs().max())) > _LARGEST:
+        largest = max(abs(float(bound)) for bound in values.aminmax()) if values.numel() else 0.0
+        if largest > _LARGEST:
             raise ValueError(f"rows has an entry of {largest:.3g}, above 2^100: divide all rows by one number")
         self._components = None
         start, m = 0, operand.shape[0]
@@ -152,7 +154,7 @@ class StreamingSVD:
         if torch.promote_types(operand.dtype, self.dtype) != self.dtype:
             fix = f"use StreamingSVD(..., dtype={operand.dtype}), or cast rows"
             raise DTypeError(f"rows is {operand.dtype} and the summary {self.dtype}: {fix}")
-        if not operand.has_entries:
+        if not operand.has_entries or isinstance(operand, ShardedOperand):
             raise TypeError(f"rows, a {type(rows).__name__}, has products and no entries: pass its entries in batches")
         return operand
 
@@ -184,13 +186,12 @@ class StreamingSVD:
             group: A process group of torch.distributed; None is the default group, or this process alone without one.
 
         Raises:
-            ShapeError: On every rank, if sizes or dtypes differ between ranks.
+            DistributedError: On every rank, if sizes or dtypes differ between ranks.
         """
         ranks = Ranks(group)
-        settings = ranks.gather(torch.tensor([self.n, self.k, self.sketch_size, self.dtype.itemsize])).tolist()
-        if any(setting != settings[0] for setting in settings):
-            names = "n, k, sketch_size and bytes per number must be equal on all ranks, and are"
-            raise ShapeError(f"{names} {settings}: make StreamingSVD with equal arguments on every rank")
+        ranks.agree(
+            "settings", f"StreamingSVD({self.n}, {self.k}, {self.sketch_size=}, {self.dtype=})".replace("self.", "")
+        )
         options: dict[str, Any] = {"sketch_size": self.sketch_size, "dtype": self.dtype, "device": self.device}
         local, total = (StreamingSVD(self.n, self.k, **options) for _ in range(2))
         local.merge(self)

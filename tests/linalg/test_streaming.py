@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits, load_sample_image
 from sklearn.decomposition import PCA
 from tolerances import factorisation
 
-from panther.errors import DTypeError, FormatError, ShapeError
+from panther.errors import DistributedError, DTypeError, FormatError, ShapeError
 from panther.linalg import StreamingSVD
 
 N = 120
@@ -294,7 +294,7 @@ def test_all_ranks_get_one_summary_of_all_rows(n_ranks):
 def test_ranks_with_different_sizes_are_told():
     def work():
         stream = StreamingSVD(5, 1 + torch.distributed.get_rank())
-        with pytest.raises(ShapeError, match="must be equal on all ranks, and are"):
+        with pytest.raises(DistributedError, match=r"settings must be equal on all ranks.*rank 1: StreamingSVD\(5, 2"):
             stream.all_reduce()
 
     on_ranks(work, 2)

@@ -14,7 +14,8 @@ from panther._docstrings import inherit_arguments
 from panther.errors import NumericalWarning, check_size
 from panther.linalg._trace import TraceEstimate
 from panther.linalg.operand import driver
-from panther.linalg.positive_definite._pcg import NystromPreconditioner, check_shift, check_square, pcg
+from panther.linalg.positive_definite._pcg import NystromPreconditioner, check_shift, pcg
+from panther.linalg.sharded import as_square
 from panther.sketch import SignSketch, check_seed
 
 # Preconditioners are drawn with other streams, so the same seed can be used here.
@@ -72,10 +73,10 @@ def logdet(
 
     Reference: Ubaru, Chen and Saad (2017), doi:10.1137/16M1104974; Wenger et al. (2022), arXiv:2107.00243.
     """
-    operand = check_square(A)
+    operand = as_square(A, batched=False)
     n = operand.shape[0]
     probes, max_iter = check_size("probes", probes, least=2), check_size("max_iter", max_iter, least=2)
-    shift, seed = check_shift(shift), check_seed(seed)
+    shift, seed = check_shift(shift), operand.ranks.seed(check_seed(seed))
     M = preconditioner
     if M is not None and not isinstance(M, NystromPreconditioner):
         raise TypeError(f"preconditioner must be what nystrom_preconditioner returns, not {type(M).__name__}: use that")

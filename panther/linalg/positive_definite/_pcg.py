@@ -1,6 +1,6 @@
 r"""Positive definite systems with many right-hand sides, by preconditioned conjugate gradients."""
 
-__all__ = ["NystromPreconditioner", "PCGResult", "check_shift", "check_square", "nystrom_preconditioner", "pcg"]
+__all__ = ["NystromPreconditioner", "PCGResult", "check_shift", "nystrom_preconditioner", "pcg"]
 
 import math
 import warnings
@@ -14,8 +14,9 @@ from torch import Tensor
 from panther.errors import NumericalWarning, ShapeError, check_size
 from panther.linalg._eigh import NystromResult, nystrom
 from panther.linalg._lstsq import _right_hand_side
-from panther.linalg.operand import Operand, as_operand, check_finite, check_number, driver, times_two_to
+from panther.linalg.operand import check_finite, check_number, driver, times_two_to
 from panther.linalg.positive_definite._rp_cholesky import RPCholeskyResult
+from panther.linalg.sharded import as_square
 
 # Conjugate gradients start again from the true residual if they have reduced it to this fraction.
 _WORTHWHILE = 0.5
@@ -160,7 +161,7 @@ def pcg(
 
     Reference: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044.
     """
-    operand = check_square(A)
+    operand = as_square(A, batched=False)
     b, shift = _right_hand_side(b, operand), check_shift(shift)
     check_finite("b", b)
     tol = check_number("tol", tol, "positive and below 1", lambda number: 0 < number < 1, "1e-6")
@@ -201,14 +202,6 @@ def pcg(
         )
     x, norms = times_two_to(x, powers), times_two_to(norms, powers)
     return PCGResult(x[:, 0], norms[0], steps) if b.ndim == 1 else PCGResult(x, norms, steps)
-
-
-def check_square(A: Any) -> Operand:
-    """Return a square matrix as an operand, or raise."""
-    operand = as_operand(A, batched=False)
-    if operand.shape[0] != operand.shape[1]:
-        raise ShapeError(f"A, of shape {tuple(operand.shape)}, must be square: use sketch_lstsq, or pass A.mT @ A")
-    return operand
 
 
 def check_shift(shift: float) -> float:
