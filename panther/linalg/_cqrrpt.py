@@ -3,9 +3,6 @@ r"""QR with column pivoting of tall matrices: CholeskyQR, preconditioned and piv
 With S of ceil(gamma n) rows, pivoted QR of the small sketch, :math:`S M_{:,P} = Q_s R_s`, gives the pivots and a
 preconditioner: :math:`X = M_{:,P} R_s^{-1}` has singular values within the distortion of S for any condition of
 M. So its Gram matrix has a Cholesky factor :math:`X^T X = C^T C`, and :math:`M_{:,P} = (X C^{-1}) (C R_s)`.
-
-M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with randomization and
-pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
 """
 
 __all__ = ["CQRRPTResult", "cqrrpt"]
@@ -133,7 +130,8 @@ def cqrrpt(
         >>> torch.allclose(M[:, P], Q @ R)
         True
 
-    Reference: Melnichenko, Balabanov, Murray, Demmel, Mahoney and Luszczek (2023), arXiv:2311.08316.
+    Reference: M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with
+    randomization and pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
     """
     operand = as_operand(as_dense("M", M) if as_sharded(M) is None else M, "M", batched=False)
     matrix, M = M, as_dense("M", operand.A)

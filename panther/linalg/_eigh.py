@@ -2,9 +2,7 @@ r"""Leading eigenpairs of a symmetric matrix, and Nystroem's approximation of a 
 
 Both start from an orthonormal P that spans the block Krylov space :math:`[A\Omega, A^2\Omega, \dots]` and from
 :math:`Y = A P`, which is computed with that space. Rayleigh and Ritz take the eigenpairs of :math:`P^T Y`;
-Nystroem's :math:`Y (P^T Y)^{-1} Y^T` is closer to a semidefinite A for the same products. J. A. Tropp, A. Yurtsever,
-M. Udell and V. Cevher, "Fixed-rank approximation of a positive-semidefinite matrix from streaming data", NeurIPS 2017,
-arXiv:1706.05736; P.-G. Martinsson and J. A. Tropp, Acta Numer. 29 (2020), doi:10.1017/S0962492920000021.
+Nystroem's :math:`Y (P^T Y)^{-1} Y^T` is closer to a semidefinite A for the same products.
 """
 
 __all__ = ["EighResult", "NystromResult", "nystrom", "randomized_eigh"]
@@ -166,7 +164,8 @@ def nystrom(
         >>> torch.allclose(U @ torch.diag(L) @ U.T, X @ X.T, atol=1e-4)
         True
 
-    Reference: Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3, arXiv:1706.05736.
+    Reference: J. A. Tropp, A. Yurtsever, M. Udell and V. Cevher, "Fixed-rank approximation of a positive-semidefinite
+    matrix from streaming data", NeurIPS 2017, algorithm 3, arXiv:1706.05736.
     """
     operand, k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
     values, W = _core_eigh(core)

@@ -4,11 +4,6 @@ Pivoted QR of a sketch with slightly more rows than the rank selects the columns
 by least squares: coefficients from the sketch would have 1.3 to 1.9 times the error. While a coefficient is above 2,
 the column that it belongs to replaces the column that it multiplies, which multiplies the volume of the selected
 columns by the coefficient.
-
-H. Cheng, Z. Gimbutas, P. G. Martinsson and V. Rokhlin, "On the compression of low rank matrices", SIAM J. Sci. Comput.
-26 (2005), doi:10.1137/030602678; S. Voronin and P.-G. Martinsson, "Efficient algorithms for CUR and interpolative
-matrix decompositions", Adv. Comput. Math. 43 (2017), doi:10.1007/s10444-016-9494-8; exchanges as in S. A. Goreinov et
-al., "How to find a good submatrix", 2010, doi:10.1142/9789812836021_0015.
 """
 
 __all__ = ["InterpolativeResult", "interpolative"]
@@ -125,8 +120,10 @@ def interpolative(
         >>> torch.allclose(A[:, J] @ T, A), torch.equal(skeleton, A[:, J])
         (True, True)
 
-    Reference: Voronin and Martinsson (2017), doi:10.1007/s10444-016-9494-8; Cheng, Gimbutas, Martinsson and Rokhlin
-    (2005), doi:10.1137/030602678.
+    Reference: S. Voronin and P.-G. Martinsson, "Efficient algorithms for CUR and interpolative matrix decompositions",
+    2017, doi:10.1007/s10444-016-9494-8; H. Cheng, Z. Gimbutas, P. G. Martinsson and V. Rokhlin, "On the compression of
+    low rank matrices", 2005, doi:10.1137/030602678; exchanges as in S. A. Goreinov et al., "How to find a good
+    submatrix", 2010, doi:10.1142/9789812836021_0015.
     """
     operand = as_operand(A, batched=False)
     if operand.ranks.size > 1:

@@ -398,9 +398,8 @@ def _scaled(operand: Operand, power: int) -> Operand:
 
 def _warn(solution: Solution, N: Preconditioner) -> None:
     size = N.frobenius * (solution.objective + N.frobenius * solution.x.norm(dim=1))
-    if (
-        isinstance(N, Spectral) and N.V is not None
-    ):  # Unless S missed a direction, the gradient outside the row space is rounding.
+    if isinstance(N, Spectral) and N.V is not None:
+        # Unless S missed a direction, the gradient outside the row space is rounding.
         outside = solution.gradient - (solution.gradient @ N.V) @ N.V.mT
         excess = float((outside.norm(dim=1) / size / torch.finfo(size.dtype).eps).nan_to_num(0).max())
     else:

@@ -3,8 +3,7 @@ r"""Adaptive low-rank factorisation :math:`A \approx Q B`, block by block until 
 Each block adds an orthonormal :math:`Q_i \perp Q_1, \dots, Q_{i-1}` and :math:`B_i = Q_i^T A`, which reduces
 the squared residual by :math:`\|B_i\|_F^2`. Once the residual has fallen to :math:`\sqrt\epsilon \|A\|`, that
 difference is only rounding. For smaller residuals, and for an A without stored entries, the residual is estimated from
-its products with random probes.  W. Yu, Y. Gu and Y. Li, "Efficient randomized algorithms for the fixed-precision
-low-rank matrix approximation", SIMAX 39 (2018), 1339-1359, doi:10.1137/17M1141977.
+its products with random probes.
 """
 
 __all__ = ["QBResult", "qb"]
@@ -106,7 +105,8 @@ def qb(
         >>> Q.shape[1] < 10, bool((A - Q @ B).norm() < 0.01 * A.norm())
         (True, True)
 
-    Reference: Yu, Gu and Li (2018), algorithm 2, doi:10.1137/17M1141977.
+    Reference: W. Yu, Y. Gu and Y. Li, "Efficient randomized algorithms for the fixed-precision low-rank matrix
+    approximation", SIMAX 39 (2018), algorithm 2, doi:10.1137/17M1141977.
     """
     operand = as_operand(A)
     if k is None and tol is None:

@@ -1,9 +1,4 @@
-r"""Orthonormal bases that contain most of a matrix: subspace iteration and block Krylov spaces.
-
-N. Halko, P.-G. Martinsson and J. A. Tropp, "Finding structure with randomness", SIAM Rev. 53 (2011), 217-288,
-doi:10.1137/090771806; C. Musco and C. Musco, "Randomized block Krylov methods for stronger and faster approximate
-singular value decomposition", NeurIPS 2015, arXiv:1504.05477.
-"""
+r"""Orthonormal bases that contain most of a matrix: subspace iteration and block Krylov spaces."""
 
 __all__ = [
     "SearchOptions", "check_n_iter", "check_rank", "check_tol", "krylov_basis", "krylov_blocks", "rangefinder",
@@ -83,7 +78,8 @@ def rangefinder(
         >>> torch.allclose(Q @ (Q.T @ A), A)
         True
 
-    Reference: Halko, Martinsson and Tropp (2011), algorithm 4.4, doi:10.1137/090771806.
+    Reference: N. Halko, P.-G. Martinsson and J. A. Tropp, "Finding structure with randomness", SIAM Rev. 53 (2011),
+    algorithm 4.4, doi:10.1137/090771806.
     """
     operand = as_operand(A)
     k = check_rank(k, operand)

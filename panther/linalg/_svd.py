@@ -2,9 +2,7 @@ r"""Truncated singular value decomposition from a block Krylov space.
 
 With n the smaller dimension, :math:`P \in R^{n \times d}` spans :math:`[A^T\Omega, (A^T A) A^T\Omega, \dots]` and
 :math:`A \approx (A P) P^T`, whose SVD follows from the SVD of the tall A P. A space of a few narrow blocks contains the
-leading singular vectors better than the single wide block of subspace iteration, for fewer products with A. C. Musco
-and C. Musco (2015), arXiv:1504.05477; P.-G. Martinsson and J. A. Tropp, "Randomized numerical linear algebra", Acta
-Numer. 29 (2020), sections 11 and 12, doi:10.1017/S0962492920000021.
+leading singular vectors better than the single wide block of subspace iteration, for fewer products with A.
 """
 
 __all__ = ["SVDResult", "randomized_svd"]
@@ -114,7 +112,8 @@ def randomized_svd(
         >>> round(S.item(), 4), torch.allclose(U @ torch.diag(S) @ V.T, A)
         (18.7083, True)
 
-    Reference: Musco and Musco (2015), arXiv:1504.05477; Halko, Martinsson and Tropp (2011), doi:10.1137/090771806.
+    Reference: C. Musco and C. Musco, "Randomized block Krylov methods for stronger and faster approximate singular
+    value decomposition", NeurIPS 2015, arXiv:1504.05477; Halko, Martinsson and Tropp (2011), doi:10.1137/090771806.
     """
     operand = as_operand(A)
     k = check_rank(k, operand)

@@ -1,7 +1,6 @@
 r"""Trace and diagonal: all random vectors but one give a low-rank approximation, and the last one what that leaves.
 
-The mean over the choice of the last vector uses every product twice. E. N. Epperly, J. A. Tropp and R. J. Webber,
-"XTrace: making the most of every sample in stochastic trace estimation", 2024, arXiv:2301.07825.
+The mean over the choice of the last vector uses every product twice.
 """
 
 __all__ = ["TraceEstimate", "diag", "trace"]
@@ -78,7 +77,8 @@ def trace(A: Any, m: int, *, semidefinite: bool = False, seed: int | None = None
         >>> bool((value - A.trace()).abs() < 3 * standard_error < 1e-2)
         True
 
-    Reference: Epperly, Tropp and Webber (2024), arXiv:2301.07825.
+    Reference: E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: making the most of every sample in stochastic trace
+    estimation", 2024, arXiv:2301.07825.
     """
     operand, m, seed = _checked(A, m, seed)
     n = operand.shape[-1]
