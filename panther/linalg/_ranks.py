@@ -20,6 +20,7 @@ class Ranks:
 
     def __init__(self, group: Group = None, *, alone: bool = False) -> None:
         self.group, self.size, self.rank, self._transport = group, 1, 0, torch.device("cpu")
+        self._is_waiting = False
         if alone or (group is None and not (dist.is_available() and dist.is_initialized())):
             return
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -37,7 +38,7 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if "is_common" not in vars(error):
+            if "is_common" not in vars(error) and not self._is_waiting:
                 self.sync(error)
             raise
         self.sync()
@@ -47,7 +48,9 @@ class Ranks:
         if self.size == 1:
             return
         failed = torch.tensor([error is not None], dtype=torch.uint8, device=self._transport)
+        self._is_waiting = True  # This stays True after a timeout, so that nothing waits for the same rank twice.
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        self._is_waiting = False
         if not bool(failed):
             return
         is_known = isinstance(error, PantherError) or type(error) in (TypeError, ValueError)
@@ -57,7 +60,9 @@ class Ranks:
         message = self._by_rank([answer and answer[1] for answer in answers])
         common = error if error is not None and message == str(error) else kind(message)
         vars(common)["is_common"] = True
-        raise common from (None if common is error else error)
+        if common is error:
+            raise error
+        raise common from error
 
     def agree(self, noun: str, description: str) -> None:
         """Raise DistributedError on every rank unless all give the same description."""
