@@ -53,12 +53,13 @@ class Ranks:
         self._is_waiting = False
         if not bool(failed):
             return
-        is_known = isinstance(error, PantherError) or type(error) in (TypeError, ValueError)
-        kind = type(error) if is_known else DistributedError  # Other ranks may not have a user's class.
+        kind: type[Exception] = DistributedError  # Other ranks may not have a user's class.
+        if error is not None and (isinstance(error, PantherError) or type(error) in (TypeError, ValueError)):
+            kind = type(error)
         answers = self._gather_objects(None if error is None else (kind, str(error)))
         kind = next(answer[0] for answer in answers if answer)
         message = self._by_rank([answer and answer[1] for answer in answers])
-        common = error if error is not None and message == str(error) else kind(message)
+        common: Exception = error if error is not None and message == str(error) else kind(message)
         vars(common)["is_common"] = True
         if common is error:
             raise error

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.linalg.operand import Operand, as_operand, check_number, driver, frobenius_norm, tensor_of
+from panther.linalg.operand import Operand, as_operand, check_number, driver, tensor_of
 from panther.linalg.sharded import ShardedOperand
 from panther.sketch import GaussianSketch, check_seed
 
@@ -112,13 +112,18 @@ def estimate_error(
         raise ValueError("the approximation must be finite and has NaN or infinity: compute it again in float64")
     unit = ranks.gather(torch.maximum(_unit(exact), _unit(approximated))).amax(0)
     exact, approximated = exact / unit, approximated / unit  # their difference may overflow otherwise
-    # Squares of float64 do not vanish, because the difference has a rounding error.
-    norms = (ranks.norm(frobenius_norm(x.double())) for x in (exact - approximated, exact))
-    error, norm = ((x / math.sqrt(probes)).to(operand.dtype) for x in norms)
+    error, norm = (ranks.norm(_frobenius(x)) / math.sqrt(probes) for x in (exact - approximated, exact))
     relative = torch.where(error > 0, error / norm, 0.0)
     frobenius = error * unit[..., 0, 0]
     upper = frobenius / math.sqrt(_quantile(1 - confidence, probes))
     return ErrorEstimate(frobenius, upper, relative, confidence, probes)
+
+
+def _frobenius(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch,)
+    """Return the Frobenius norm, whose squares neither overflow nor vanish."""
+    unit = _unit(x)
+    norm: Tensor = (x / unit).flatten(-2).norm(dim=-1) * unit[..., 0, 0]
+    return norm
 
 
 def _unit(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)

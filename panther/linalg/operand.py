@@ -47,17 +47,21 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         check_keywords(function, kwargs)
-        A = args[0] if args else kwargs.get(first)
-        ranks = ALONE
+        call: Any = function
+        arguments, keywords = list[Any](args), dict[str, Any](kwargs)
+        A, ranks = arguments[0] if arguments else keywords.get(first), ALONE
         if (sharded := as_sharded(A)) is not None:
             A, ranks = sharded, sharded.ranks
-            args, kwargs = ((A, *args[1:]), kwargs) if args else (args, kwargs | {first: A})  # type: ignore[assignment]
+            if arguments:
+                arguments[0] = A
+            else:
+                keywords[first] = A
         with exact_products(), ranks.together():
             if ranks.size > 1:
-                named = [f"{_described(argument)}" for argument in args[1:]]
-                named += [f"{name}={_described(kwargs[name])}" for name in sorted(kwargs) if name != first]
-                ranks.agree("calls", f"{function.__name__}({', '.join(('A', *named))})")
-            result = function(*args, **kwargs)
+                described = ["A", *map(_described, arguments[1:])]
+                described += [f"{name}={_described(keywords[name])}" for name in sorted(keywords) if name != first]
+                ranks.agree("calls", f"{function.__name__}({', '.join(described)})")
+            result: T = call(*arguments, **keywords)
         has_tensors = any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
         return _as_arrays(result) if not has_tensors and (_is_of_numpy(A) or _is_of_scipy(A)) else result
 
