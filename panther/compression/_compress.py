@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -20,6 +21,7 @@ from panther.compression.calibration.targets import Selector, Survey, replace_mo
 from panther.compression.config import CompressConfig, HealConfig, SketchConfig
 from panther.compression.forms import LOW_RANK, Fits, Option, Replacement, inherit_flags, total_loss
 from panther.compression.forms.low_rank import convert_seeded
+from panther.compression.forms.monarch import convert_to_monarch, monarch_option, monarch_refusal
 from panther.compression.preparation import make_runner, prepare
 from panther.compression.report import CompressionReport, HealResult, layer_reports
 from panther.compression.selection.allocation import SUSPICIOUS_ERROR, Allocation, model_bytes
@@ -334,13 +336,14 @@ def sketch_layers_(
     exclude: Selector | Sequence[Selector] | None = None,
     seed: int | None = None,
 ) -> CompressionReport:
-    """Replace layers by sketched ones, or by low-rank ones with ``init="svd"``, of one size, without data, in place.
+    """Replace layers by sketched ones of one size, or by low-rank or Monarch ones, without data, in place.
 
-    This is for models that will be trained afterwards; :func:`compress` preserves the outputs of a trained model.
+    Low-rank layers are made with ``init="svd"``, and Monarch layers with ``kind="monarch"``. This is for models that
+    will be trained afterwards; :func:`compress` preserves the outputs of a trained model.
 
     Args:
         model: Any module that contains nn.Linear, nn.Conv2d or transformers' Conv1D.
-        config: Size and initialization of every layer.
+        config: Kind, size and initialization of every layer. Monarch layers replace linear layers only.
         include: Only layers that match, as for :func:`compress`.
         exclude: No layers that match.
         seed: Seed from which the seeds of all layers are derived; None draws one from torch's default CPU generator.
@@ -370,12 +373,21 @@ def sketch_layers_(
     if not isinstance(config, SketchConfig):
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
     seed = check_seed(seed)
-    survey = select_targets(model, include, exclude, rank=config.rank, seeded=config.init != "svd").check()
     replacement: Replacement = {}
-    for target, target_seed in survey.seeds(seed).items():
-        replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, target_seed)
-    choice = {target: Option(LOW_RANK, target.bytes(config.rank), config.rank) for target in survey.targets}
-    return install_layers(model, Outcome(survey, Allocation(choice, "fixed"), replacement, config.init, seed))
+    if config.low_rank is None:
+        method, fraction = config.kind, config.fraction or 1.0  # SketchConfig has checked that one of them is given
+        refuse = partial(monarch_refusal, fraction=fraction)
+        survey = select_targets(model, include, exclude, seeded=True, refuse=refuse).check()
+        for target, target_seed in survey.seeds(seed).items():
+            replacement |= convert_to_monarch(target, fraction, target_seed)
+        choice = {target: monarch_option(target, fraction) for target in survey.targets}
+    else:
+        method, rank = config.init, 2 * config.num_terms * config.low_rank
+        survey = select_targets(model, include, exclude, rank=rank, seeded=method != "svd").check()
+        for target, target_seed in survey.seeds(seed).items():
+            replacement |= convert_seeded(target, config.num_terms, config.low_rank, method, target_seed)
+        choice = {target: Option(LOW_RANK, target.bytes(rank), rank) for target in survey.targets}
+    return install_layers(model, Outcome(survey, Allocation(choice, "fixed"), replacement, method, seed))
 
 
 def _speed_notes(speed_target: SpeedTarget | None, measured: Measured) -> list[str]:

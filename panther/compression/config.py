@@ -31,7 +31,7 @@ class SketchConfig(Settings):
     """How layers are sketched without data.
 
     Raises:
-        ConfigError: If a setting is unknown, or not given by name, or ``init`` is unknown.
+        ConfigError: If a setting is unknown, not given by name, out of range, or not for layers of this ``kind``.
         TypeError: If a size is not an integer.
         ShapeError: If a size is below 1.
 
@@ -40,24 +40,44 @@ class SketchConfig(Settings):
         128
     """
 
+    kind: Literal["sketched", "monarch"] = "sketched"
+    """``"sketched"``: layers of one size, ``low_rank``. ``"monarch"``: each linear layer becomes the
+    :class:`panther.nn.MonarchLinear` nearest to its weight with the ``fraction`` of its numbers."""
     num_terms: int = 1
-    """Terms L of each layer."""
-    low_rank: int
+    """Terms L of each sketched layer."""
+    low_rank: int | None = None
     """Rank k of each half of a term; the weight has rank ``2 num_terms low_rank``."""
     init: Literal["lstsq", "random", "svd"] = "lstsq"
     """``"lstsq"`` or ``"random"``, as for :meth:`panther.nn.SKLinear.from_linear`; or ``"svd"``, for a
     :class:`panther.nn.LowRankLinear` of this rank in place of a sketched layer."""
+    fraction: float | None = None
+    """Share of the dense weight's numbers that a Monarch layer stores, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         for name in ("num_terms", "low_rank"):  # sizes of layers may be NumPy integers; they are converted to int
-            object.__setattr__(self, name, check_size(name, getattr(self, name), least=1))
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_size(name, size, least=1))
         super().__post_init__()
+        is_monarch = self.kind == "monarch"
+        if (self.fraction is not None, self.low_rank is None) != (is_monarch, is_monarch):
+            needed, refused = ("fraction", "low_rank") if is_monarch else ("low_rank", "fraction")
+            raise ConfigError(
+                f"kind={self.kind!r} takes {needed} and not {refused}: {needed}={getattr(self, needed)}, "
+                f"{refused}={getattr(self, refused)}"
+            )
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction={self.fraction} must be above 0 and at most 1")
+        if is_monarch and (self.num_terms, self.init) != (1, "lstsq"):
+            raise ConfigError(
+                f"num_terms={self.num_terms} and init={self.init!r} are for sketched layers: leave them out with "
+                "kind='monarch', whose layers are the nearest ones"
+            )
 
     @property
-    def rank(self) -> int:
-        """Return the rank of a layer's weight."""
-        return 2 * self.num_terms * self.low_rank
+    def rank(self) -> int | None:
+        """Return the rank of a sketched layer's weight; None of Monarch layers, whose rank follows from each size."""
+        return None if self.low_rank is None else 2 * self.num_terms * self.low_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,12 +64,13 @@ class LayerReport:
     shape: tuple[int, ...]
     """Shape of the weight."""
     form: str
-    """``"dense"``, ``"low_rank"``, ``"interpolative"``, ``"int8_low_rank"``, or the width, as in ``"int4"`` and
-    ``"int4+low_rank"``."""
+    """``"dense"``, ``"low_rank"``, ``"monarch"``, ``"interpolative"``, ``"int8_low_rank"``, or the width, as in
+    ``"int4"`` and ``"int4+low_rank"``."""
     bits: float
     """Bits of a weight on average, scales and factors included."""
     rank: int | None
-    """Rank of a low-rank weight, in every group of a convolution, or of a correction; None if there is neither."""
+    """Rank of a low-rank weight, in every group of a convolution, of a block of a Monarch weight, or of a correction;
+    None if there is none."""
     low_rank: int | None
     """The argument ``low_rank`` or ``rank`` of the new layer, which gives it this rank."""
     bytes_before: int

@@ -211,6 +211,10 @@ class WeightKind:
         """
         raise NotImplementedError
 
+    def monarch_layer(self, module: nn.Module, fraction: float, seed: int) -> Any:
+        """Return the nearest MonarchLinear with a fraction of the numbers, for kinds with ``is_linear``."""
+        raise NotImplementedError
+
     def seeded_numbers(self, target: "Target", rank: int) -> int:
         """Return the entries on disk of a sketched layer at an even rank."""
         return rank // 2 * (target.inner + target.outer)

@@ -15,7 +15,7 @@ from panther.compression.forms.base import FormSettings
 from panther.compression.forms.codes import sensitivity
 from panther.compression.forms.metric import metric_of
 from panther.compression.moments import Moments, Sums
-from panther.nn import LowRankLinear, QuantizedLinear, SKLinear
+from panther.nn import LowRankLinear, MonarchLinear, QuantizedLinear, SKLinear
 from panther.nn.factors import overrides_forward
 from panther.nn.quantized import stored_bytes
 from panther.nn.quantized.matrix import QuantizedMatrix
@@ -113,6 +113,10 @@ class LinearKind(MatrixKind):
         if init == "svd":
             return LowRankLinear.from_linear(linear, 2 * num_terms * low_rank, seed=seed)
         return SKLinear.from_linear(linear, num_terms, low_rank, init=init, seed=seed)
+
+    def monarch_layer(self, module: nn.Module, fraction: float, seed: int) -> MonarchLinear:
+        """Return the layer that ``from_linear`` makes."""
+        return MonarchLinear.from_linear(_as_linear(module), fraction=fraction, seed=seed)
 
 
 def _as_linear(module: nn.Module) -> nn.Linear:
