@@ -1,11 +1,11 @@
 """MonarchLinear, a layer of two block matrices with a permutation between them: full rank at any number of numbers."""
 
-__all__ = ["MonarchLinear"]
+__all__ = ["MonarchLinear", "monarch_product"]
 
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.sketch_sizes import per_dim
 
 _FEW_ROWS = range(2, 9)
-torch.fx.wrap("_product")  # A symbolic trace must not branch on the input.
+torch.fx.wrap("monarch_product")  # A symbolic trace must not branch on the input.
 
 
 @inherit_arguments(LinearGeometry)
@@ -88,6 +88,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
     size_arguments = ("num_blocks", "rank")  # reports take the last as the rank
     has_matrix_stacks = True
     num_blocks: tuple[int, int]
+    sharded_dims: ClassVar[Mapping[int, Mapping[str, int]]] = {0: {"up": 2, "bias": 0}, 1: {"down": 0, "up": 1}}
 
     def __init__(
         self,
@@ -139,11 +140,23 @@ class MonarchLinear(LinearGeometry, FactoredModule):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
+    def why_not_sharded(self, dim: int, ranks: int) -> str | None:
+        """Return why ranks cannot have equally many outputs of each block, or equally many blocks of inputs."""
+        inputs, outputs, m1, n2, m2, n1, _ = self._sizes()
+        if dim == 0:
+            padded, count, counted_things = n1 * n2 > outputs, n1, "outputs of a block"
+        else:
+            padded, count, counted_things = m1 * m2 > inputs, m1, "blocks of inputs"
+        if padded:
+            return f"its {'outputs' if dim == 0 else 'inputs'} are padded to blocks of equal size"
+        return f"its {count} {counted_things} are not a multiple of {ranks} ranks" if count % ranks else None
+
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
-        return _product(input, self.down, self.up, self.bias, self._sizes())
+        return monarch_product(input, self.down, self.up, self.bias, self._sizes())
 
     def _sizes(self) -> "_Sizes":
+        """Return the sizes of the products that this process computes."""
         return _Sizes(self.in_features, self.out_features, *self.num_blocks, *self._block_sizes, self.rank)
 
     @property
@@ -259,13 +272,14 @@ def _rank_of(fraction: float, rank: int, rank_of_dense: float) -> int:
     return max(1, round(fraction * rank_of_dense))
 
 
-def _product(
+def monarch_product(
     x: Tensor,  # (*, in)
     down: Tensor,  # (m1, m2, r n2)
     up: Tensor,  # (n2, m1 r, n1)
     bias: Tensor | None,  # (out,)
     sizes: _Sizes,
 ) -> Tensor:  # (*, out)
+    """Return the output of a layer of these factors."""
     inputs, outputs, m1, n2, m2, n1, rank = sizes
     check_linear_input(x, inputs, down.dtype)
     if x.is_nested or x.layout is not torch.strided:  # Such an input has no blocks.

@@ -228,6 +228,13 @@ class CompressedModule(nn.Module):
         """
         return None
 
+    def why_not_sharded(self, dim: int, ranks: int) -> str | None:
+        """Return why a linear layer cannot be sharded over ranks along a key of :attr:`sharded_dims`; None if it can.
+
+        The answer is for the plan's report. That a size is at least the number of ranks is checked elsewhere.
+        """
+        return None
+
     @property
     def inner_rank(self) -> int | None:
         """Numbers in each row between the two products of a layer of factors; None of a layer of one product."""

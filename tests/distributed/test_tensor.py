@@ -235,7 +235,8 @@ def test_what_is_refused():
         return messages
 
     messages = on_ranks(rank)[0]
-    assert messages[0] == "ColwiseSKParallel shards SKLinear or LowRankLinear or Linear, not a ReLU: name its layers"
+    kinds = "SKLinear or LowRankLinear or MonarchLinear or Linear"
+    assert messages[0] == f"ColwiseSKParallel shards {kinds}, not a ReLU: name its layers"
     assert messages[1].startswith("a dimension of 1 cannot be split into 2 chunks")
     listed = "layer_configs must be a list of mappings, one for each layer, and at least one"
     keys = "and must have in_features, out_features, sketch_size"

@@ -5,7 +5,10 @@ and shards S2, U1 and the bias along the outputs. A row-wise SKLinear shards S1 
 the remaining tensors. In both cases ranks exchange only :math:`h = x [S_1 | U_2]`, which has 2R numbers per row: a
 row-wise layer sums h in its forward, and a column-wise layer sums the gradient of h in its backward (M. Shoeybi et al.,
 2019, arXiv:1909.08053, use the same scheme with dense layers). A LowRankLinear is sharded alike, with
-:math:`h = x A`. If the sequence is sharded outside of the layer, h is
+:math:`h = x A`. A MonarchLinear has more numbers between its products than inputs or outputs, so that ranks exchange
+what they do for a dense layer: a row-wise layer has some of the blocks of inputs and sums the outputs in its forward,
+and a column-wise layer has some of the outputs of each block, replicates ``down``, and sums the gradients of its input
+and of ``down`` in its backward. If the sequence is sharded outside of the layer, h is
 gathered or scattered along it, and ranks sum the gradients of the factors that are applied to a part of the sequence
 only.
 
@@ -13,11 +16,12 @@ Parameters are DTensors, so that checkpoints and gradient norms see the full ten
 """
 
 __all__ = [
-    "ColwiseLinear", "ColwiseLowRankLinear", "ColwiseSKLinear", "Layouts", "RowwiseLinear", "RowwiseLowRankLinear",
-    "RowwiseSKLinear", "ShardedLayer", "SharedInput", "VocabularyEmbedding", "shard_layer_", "share_input_",
+    "ColwiseLinear", "ColwiseLowRankLinear", "ColwiseMonarchLinear", "ColwiseSKLinear", "Layouts", "RowwiseLinear",
+    "RowwiseLowRankLinear", "RowwiseMonarchLinear", "RowwiseSKLinear", "ShardedLayer", "SharedInput",
+    "VocabularyEmbedding", "shard_layer_", "share_input_",
 ]  # fmt: skip
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -37,11 +41,12 @@ from panther.distributed.tensor._module import (
     shard_parameter_,
     unflattened,
 )
-from panther.distributed.tensor.unshard import remember_
+from panther.distributed.tensor.unshard import remember_, unshard_module
 from panther.errors import ShapeError
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
-from panther.nn import LowRankLinear, SKLinear
+from panther.nn import LowRankLinear, MonarchLinear, SKLinear
+from panther.nn.monarch import monarch_product
 from panther.nn.protocol import CompressedModule
 from panther.sketch import signs
 
@@ -89,6 +94,18 @@ class Layouts:
             return all_reduce(x, group=self.group)
         return reduce_scatter(x, _checked(self.output_dim, x), self.group)
 
+    def sum_of_products(self, product: Callable[[Tensor | None], Tensor], bias: Tensor | None) -> Tensor:
+        """Return the sum over the ranks of what ``product`` returns for a bias or None, with the bias added once."""
+        if bias is not None and self.output_dim is not None:
+            # The bias is added on the first rank, before the sum. Backward gathers the gradient of the entire sequence
+            # there, which the bias needs. If each rank added it to its part of the sequence, its gradient would need
+            # another sum.
+            partial, bias = product(on_first_rank(bias, self.group)), None
+        else:
+            partial = product(None)
+        y = self.scatter_or_sum(partial)
+        return y if bias is None else y + bias.to(y.dtype)
+
     def _local(self, x: Tensor, placement: Placement) -> Tensor:
         # A plain tensor is assumed to have this placement, because it does not record its placement.
         return x.redistribute(self.mesh, [placement]).to_local() if isinstance(x, DTensor) else x
@@ -124,10 +141,12 @@ class ShardedLayer(ShardedModule):
     seen_in_parts: ClassVar[tuple[str, ...]] = ()
     """Replicated parameters whose gradients are summed if a dimension before the features is sharded outside of the
     layer, because each rank then uses them for a part of the sequence."""
+    always_summed: ClassVar[tuple[str, ...]] = ()
+    """Replicated parameters of whose gradient each rank computes a part."""
 
 
 class SharedInput:
-    """The input of dense layers that are called one after another with the same tensor, such as q, k and v.
+    """The input of layers that are called one after another with the same tensor, such as q, k and v.
 
     All of them get one copy of it, so that autograd adds their gradients before the sum over the ranks.
     """
@@ -157,8 +176,8 @@ class SharedInput:
 
 
 def share_input_(block: nn.Module) -> None:
-    """Let the dense layers of a block whose outputs are sharded share their input."""
-    layers = [layer for layer in block.children() if isinstance(layer, ColwiseLinear)]
+    """Let the dense and the Monarch layers of a block whose outputs are sharded share their input."""
+    layers = [layer for layer in block.children() if isinstance(layer, ColwiseLinear | ColwiseMonarchLinear)]
     if len(layers) > 1 and not isinstance(block, nn.Sequential | nn.ModuleList):
         shared = SharedInput(len(layers))
         for layer in layers:
@@ -191,15 +210,7 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
         x, weight, bias = self.layouts.take_columns(input, self.local_range), *self.locals("weight", "bias")
-        if bias is not None and self.layouts.output_dim is not None:
-            # The bias is added on the first rank, before the sum. Backward gathers the gradient of the entire sequence
-            # there, which the bias needs. If each rank added it to its part of the sequence, its gradient would need
-            # another sum.
-            partial, bias = F.linear(x, weight, on_first_rank(bias, self.layouts.group)), None
-        else:
-            partial = F.linear(x, weight)
-        y = self.layouts.scatter_or_sum(partial)
-        return y if bias is None else y + bias.to(y.dtype)
+        return self.layouts.sum_of_products(lambda bias: F.linear(x, weight, bias), bias)
 
 
 class VocabularyEmbedding(ShardedLayer, nn.Embedding):
@@ -322,16 +333,65 @@ class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
         return unflattened(F.linear(flattened(h), up.mT, bias), h)
 
 
+class ShardedMonarchLinear(ShardedLayer, MonarchLinear):
+    """Base of the sharded block layers."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, full; every rank must ask for it."""
+        return unshard_module(self).weight  # type: ignore[return-value]
+
+    def to_dense(self) -> Any:
+        """Return the dense layer of the full weight; every rank must ask for it."""
+        return unshard_module(self).to_dense()  # type: ignore[operator]
+
+
+class ColwiseMonarchLinear(ShardedMonarchLinear):
+    """A block layer of which each rank has some outputs of each block: ``(*, in)`` to its part of ``(*, out)``."""
+
+    placements: ClassVar[Mapping[str, Placement]] = shards(MonarchLinear, 0)
+    action = "outputs sharded"
+    size_name = "out_features"
+    always_summed = ("down",)
+    shared_input: SharedInput | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map the input to this rank's outputs."""
+        x = (self.shared_input or SharedInput(1)).take(input, self.layouts)
+        sizes, outputs = self._sizes(), len(self.local_range)
+        sizes = sizes._replace(outputs=outputs, n1=outputs // sizes.n2)
+        return self.layouts.give_columns(monarch_product(x, *self.locals("down", "up", "bias"), sizes))
+
+
+class RowwiseMonarchLinear(ShardedMonarchLinear):
+    """A block layer of which each rank has some blocks of inputs: its part of ``(*, in)`` to ``(*, out)``."""
+
+    placements: ClassVar[Mapping[str, Placement]] = shards(MonarchLinear, 1)
+    action = "inputs sharded"
+    size_name = "in_features"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map this rank's inputs to the output."""
+        x = self.layouts.take_columns(input, self.local_range)
+        down, up, bias = self.locals("down", "up", "bias")
+        sizes = self._sizes()._replace(inputs=len(self.local_range), m1=len(down))
+        return self.layouts.sum_of_products(lambda bias: monarch_product(x, down, up, bias, sizes), bias)
+
+
 def shard_layer_(
     layer: nn.Module, mesh: DeviceMesh, kind: type[ShardedLayer], layouts: Layouts | None = None
 ) -> ShardedLayer:
     """Shard a plain layer that is equal on all ranks, in place; nothing is sent."""
     local_range = chunk_ranges(getattr(layer, kind.size_name), mesh.size())[mesh.get_local_rank()]
+    if isinstance(layer, MonarchLinear):
+        dim = 0 if kind is ColwiseMonarchLinear else 1
+        if reason := layer.why_not_sharded(dim, mesh.size()):
+            raise ShapeError(f"a MonarchLinear cannot have its {kind.action}: {reason}; choose another num_blocks")
     if isinstance(layer, SKLinear):
         layer.unpack_()  # Packed signs cannot be sharded at every column.
     layouts = layouts or Layouts(mesh)
     summed = kind.seen_in_parts if (layouts.input_dim, layouts.output_dim) != (None, None) else ()
-    become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=summed)
+    become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=kind.always_summed + summed)
     sketches: tuple[str, ...] = getattr(layer, "sketch_names", ())
     for name in tuple(parameters_of(layer)):
         if name not in sketches:

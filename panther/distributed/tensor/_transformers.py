@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from panther.nn import LowRankLinear, SKLinear
+from panther.nn import LowRankLinear, MonarchLinear, SKLinear
 
 # Between the layers of a sharded pair, every rank has a part of the features. Elementwise functions are correct on a
 # part; other functions, such as a softmax or a sum, would be wrong without an error. Therefore only tested code is
@@ -167,4 +167,4 @@ def _first(block: nn.Module, names: tuple[str, ...]) -> int | None:
 
 def is_linear(module: Any) -> bool:
     """Return whether a module is exactly a linear layer; the forward of a subclass would be replaced by sharding."""
-    return type(module) in (nn.Linear, SKLinear, LowRankLinear)
+    return type(module) in (nn.Linear, SKLinear, LowRankLinear, MonarchLinear)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from panther._torch import checkpoint_wrapped_, functional_collectives
 from panther.distributed.tensor._attention import HeadwiseRandAttention
-from panther.distributed.tensor._linear import RowwiseLinear
+from panther.distributed.tensor._linear import RowwiseLinear, RowwiseMonarchLinear
 from panther.errors import ConfigError
 from panther.nn.protocol import CompressedModule
 
@@ -123,7 +123,7 @@ class _Shapes:
                 shapes.outer |= {(width, columns)}
                 if layer.sketch_names:  # Products with U1 and S2 may be separate.
                     shapes.outer |= {(width // 2, columns)}
-            elif isinstance(layer, RowwiseLinear) and layer.layouts.output_dim is None:
+            elif isinstance(layer, RowwiseLinear | RowwiseMonarchLinear) and layer.layouts.output_dim is None:
                 shapes.summed.add((len(here), layer.out_features))
             elif isinstance(layer, nn.Linear) and layer.bias is None:
                 with_bias_free_product.add((layer.in_features, len(here) or layer.out_features))

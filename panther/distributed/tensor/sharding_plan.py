@@ -83,6 +83,14 @@ class _Survey:
             return "is used in several places of the model"
         return "shares a parameter with another layer" if any(name in self.shared for name in names) else None
 
+    def form_obstacle(self, dims: Mapping[str, int]) -> str | None:
+        """Return why the form of a layer cannot be sharded along the dimension of its weight, or None."""
+        for name, dim in dims.items():
+            layer = self.modules[name]
+            if isinstance(layer, CompressedModule) and (reason := layer.why_not_sharded(dim, self.ranks)):
+                return f"{name!r} cannot have its {'inputs' if dim else 'outputs'} sharded: {reason}"
+        return None
+
 
 def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Return the places of each parameter that is shared by modules, as pairs of module and parameter names."""
@@ -144,7 +152,8 @@ def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
     # A layer can be named more than once, because transformers repeats the plan of a model in every outer model.
     if any(_is_sharded(plan, name) for name in block.layers):
         return
-    if refusal := survey.obstacle(*block.layers) if block.rowwise else block.reason:
+    dims = {name: int(name == block.rowwise) for name in block.layers}
+    if refusal := survey.obstacle(*block.layers) or survey.form_obstacle(dims) if block.rowwise else block.reason:
         for name in block.layers:
             plan.setdefault(name, ModulePlan(refusal))
         return
@@ -219,6 +228,8 @@ def _add_many_rows(plan: Plan, survey: _Survey) -> None:
             refusal = f"shares a parameter{with_}, which is not sharded"
         elif not _can_shard(rows, survey.ranks):
             refusal = f"has {rows} rows, too few for {survey.ranks} ranks"
+        else:
+            refusal = survey.form_obstacle({name: 0})
         if refusal is not None:
             plan[name] = ModulePlan(refusal)
         elif table:

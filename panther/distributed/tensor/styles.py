@@ -20,17 +20,19 @@ from panther.distributed.tensor._attention import shard_heads_
 from panther.distributed.tensor._linear import (
     ColwiseLinear,
     ColwiseLowRankLinear,
+    ColwiseMonarchLinear,
     ColwiseSKLinear,
     Layouts,
     RowwiseLinear,
     RowwiseLowRankLinear,
+    RowwiseMonarchLinear,
     RowwiseSKLinear,
     ShardedLayer,
     VocabularyEmbedding,
     shard_layer_,
 )
 from panther.errors import ShapeError
-from panther.nn import LowRankLinear, SKLinear
+from panther.nn import LowRankLinear, MonarchLinear, SKLinear
 
 _Kinds = Mapping[type[nn.Module], type[ShardedLayer]]
 """The sharded class of each class that a style can shard."""
@@ -58,7 +60,7 @@ class PantherStyle(ParallelStyle):
 
 
 class ColwiseSKParallel(PantherStyle):
-    """Shard the outputs of an SKLinear, a LowRankLinear or an nn.Linear, for torch's ``parallelize_module``.
+    """Shard the outputs of a sketched, low-rank, Monarch or dense linear layer, for torch's ``parallelize_module``.
 
     The layer then takes the full input on every rank and returns that rank's outputs, split as by :func:`torch.chunk`.
     S1 and U2, or ``down``, are replicated, and S2, U1, ``up`` and the bias are sharded. All of them are DTensors,
@@ -74,9 +76,11 @@ class ColwiseSKParallel(PantherStyle):
     Raises:
         ValueError: If a layout is not one of these.
         TypeError: When applied, if the module has a different class.
-        ShapeError: When applied, if there are fewer outputs than ranks.
+        ShapeError: When applied, if there are fewer outputs than ranks, or if ranks would not have equally many outputs
+            of each block of a MonarchLinear, whose outputs are not padded.
 
-    Cost: nothing is sent in forward; backward has an all-reduce of 2R numbers per row, or of a dense layer's inputs.
+    Cost: nothing is sent in forward; backward has an all-reduce of 2R numbers per row, or of a dense layer's inputs. A
+        MonarchLinear sends a dense layer's message and, once for a batch, the gradient of ``down``.
         With ``Shard(dim)`` instead, 2R numbers per row are gathered in forward and scattered in backward, and the
         gradients of S1, and of a fitted U2, are summed.
 
@@ -96,6 +100,7 @@ class ColwiseSKParallel(PantherStyle):
     _kinds: ClassVar[_Kinds] = {
         SKLinear: ColwiseSKLinear,
         LowRankLinear: ColwiseLowRankLinear,
+        MonarchLinear: ColwiseMonarchLinear,
         nn.Linear: ColwiseLinear,
     }
     _features, _sequence = "output_layouts", "input_layouts"
@@ -124,7 +129,7 @@ class ColwiseSKParallel(PantherStyle):
 
 
 class RowwiseSKParallel(ColwiseSKParallel):
-    """Shard the inputs of an SKLinear, a LowRankLinear or an nn.Linear, or an nn.Embedding's rows.
+    """Shard the inputs of a sketched, low-rank, Monarch or dense linear layer, or an nn.Embedding's rows.
 
     A linear layer then takes this rank's inputs, which a column-wise layer returns, and returns the full output on
     every rank. S1 and U2, or ``down``, are sharded, and S2, U1, ``up`` and the bias are replicated. An embedding looks
@@ -138,9 +143,11 @@ class RowwiseSKParallel(ColwiseSKParallel):
     Raises:
         ValueError: If a layout is not one of these.
         TypeError: When applied, if the module has a different class.
-        ShapeError: When applied, if there are fewer inputs, or rows, than ranks.
+        ShapeError: When applied, if there are fewer inputs, or rows, than ranks, or if the blocks of inputs of a
+            MonarchLinear are padded or not a multiple of the ranks.
 
-    Cost: an all-reduce of 2R numbers per row in forward, or of a dense layer's outputs or an embedding's features;
+    Cost: an all-reduce of 2R numbers per row in forward, or of a dense layer's or MonarchLinear's outputs or an
+        embedding's features;
         nothing is sent in backward. With ``Shard(dim)`` the sum is scattered instead, and gathered in backward, and the
         gradients of a sketched layer's S2, bias and fitted U1 are summed.
 
@@ -165,6 +172,7 @@ class RowwiseSKParallel(ColwiseSKParallel):
     _kinds: ClassVar[_Kinds] = {
         SKLinear: RowwiseSKLinear,
         LowRankLinear: RowwiseLowRankLinear,
+        MonarchLinear: RowwiseMonarchLinear,
         nn.Linear: RowwiseLinear,
         nn.Embedding: VocabularyEmbedding,
     }
