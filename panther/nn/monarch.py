@@ -18,7 +18,13 @@ from panther.nn.low_rank import FactoredModule
 from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.sketch_sizes import per_dim
 
+# Numbers of rows for which a copy between the products takes less time than a first product with the factor transposed:
+# in float32 on a CPU (AMD EPYC, one thread), the layer without the copy takes 1.3 to 2.1 times as long for 2 to 8 rows,
+# and 0.7 to 1.0 times for one row and for 16.
 _FEW_ROWS = range(2, 9)
+# Rows that are multiplied at once, so that what stands between the products stays in the cache, and the outputs are
+# reordered at strides that are no multiple of a page.
+_ROWS_AT_ONCE = 136
 torch.fx.wrap("monarch_product")  # A symbolic trace must not branch on the input.
 
 
@@ -280,39 +286,48 @@ def monarch_product(
     sizes: _Sizes,
 ) -> Tensor:  # (*, out)
     """Return the output of a layer of these factors."""
-    inputs, outputs, m1, n2, m2, n1, rank = sizes
+    inputs, outputs, m1, n2, m2, n1, _ = sizes
     check_linear_input(x, inputs, down.dtype)
     if x.is_nested or x.layout is not torch.strided:  # Such an input has no blocks.
         return F.linear(x, _weight(down, up, sizes), bias)
     rows = math.prod(x.shape[:-1])
     blocks = x if m1 * m2 == inputs else F.pad(x, (0, m1 * m2 - inputs))
     blocks = blocks.reshape(rows, m1, m2)
-    if _are_few(blocks):
+    if bias is not None:
+        padded = bias if n2 * n1 == outputs else F.pad(bias, (0, n2 * n1 - outputs))
+        bias = padded.reshape(n1, n2).mT[:, None]  # (n2, 1, n1)
+    # The rules for numbers of rows are those of the measured case. A graph must serve every number of rows.
+    has_rules = blocks.dtype is torch.float32 and blocks.device.type == "cpu"
+    has_rules = has_rules and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    parts = blocks.split(_ROWS_AT_ONCE) if has_rules and rows > _ROWS_AT_ONCE else (blocks,)
+    results = [
+        _blockwise_product(part, down, up, bias, sizes, copies=has_rules and len(part) in _FEW_ROWS) for part in parts
+    ]
+    y = results[0] if len(results) == 1 else torch.cat(results)
+    y = y.reshape(rows, n1 * n2)[:, :outputs]  # (rows, out)
+    return y.contiguous().reshape(*x.shape[:-1], outputs)
+
+
+def _blockwise_product(
+    blocks: Tensor,  # (rows, m1, m2)
+    down: Tensor,  # (m1, m2, r n2)
+    up: Tensor,  # (n2, m1 r, n1)
+    bias: Tensor | None,  # (n2, 1, n1)
+    sizes: _Sizes,
+    *,
+    copies: bool,
+) -> Tensor:  # (rows, n1, n2)
+    """Return both products, as a view; with ``copies``, what stands between them is reordered by a copy."""
+    rows, (_, _, m1, n2, _, _, rank) = len(blocks), sizes
+    if copies:
         h = torch.bmm(blocks.transpose(0, 1), down)  # (m1, rows, r n2)
         h = h.reshape(m1, rows, rank, n2).permute(3, 1, 0, 2).reshape(n2, rows, m1 * rank)
     else:
         # Both products read their operands without a copy: only the order of strides differs, which BLAS takes.
         h = torch.bmm(down.mT, blocks.permute(1, 2, 0))  # (m1, r n2, rows)
         h = h.reshape(m1 * rank, n2, rows).permute(1, 2, 0)  # (n2, rows, m1 r)
-    if bias is None:
-        y = torch.bmm(h, up)
-    else:
-        padded = bias if n2 * n1 == outputs else F.pad(bias, (0, n2 * n1 - outputs))
-        y = torch.baddbmm(padded.reshape(n1, n2).mT[:, None], h, up)
-    y = y.permute(1, 2, 0).reshape(rows, n1 * n2)[:, :outputs]  # (rows, out)
-    return y.contiguous().reshape(*x.shape[:-1], outputs)
-
-
-def _are_few(rows: Tensor) -> bool:
-    """Return whether a copy between the products takes less time than a first product with the factor transposed."""
-    # In float32 on a CPU (AMD EPYC, one thread), the layer without the copy takes 1.3 to 2.1 times as long for 2 to 8
-    # rows, and 0.7 to 1.0 times for one row and for 16. A graph must serve every number of rows.
-    return (
-        not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        and rows.dtype is torch.float32
-        and rows.device.type == "cpu"
-        and len(rows) in _FEW_ROWS
-    )
+    y = torch.bmm(h, up) if bias is None else torch.baddbmm(bias, h, up)
+    return y.permute(1, 2, 0)
 
 
 def _weight(down: Tensor, up: Tensor, sizes: _Sizes) -> Tensor:  # (out, in)

@@ -1,5 +1,6 @@
 """MonarchLinear: its formula, its numbers of blocks and ranks, the blockwise SVD, and its stacks under Muon."""
 
+import copy
 import math
 
 import pytest
@@ -176,6 +177,23 @@ def test_a_forward_copies_only_its_output():
     views = {"view", "_unsafe_view", "transpose", "permute", "slice", "unsqueeze", "expand", "detach", "alias"}
     assert sorted(set(operations.names) - views) == ["baddbmm", "bmm", "clone"]
     assert operations.names.count("clone") == 1
+
+
+@pytest.mark.parametrize("rows", [136, 137, 300])
+@pytest.mark.parametrize("bias", [True, False])
+def test_many_rows_are_multiplied_in_parts(rows, bias):
+    layer = layer_of((53, 37, None), 2, bias=bias)
+    x, gradient = torch.randn(53, rows).mT.requires_grad_(), torch.randn(rows, 37)
+    twin, exact_x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    results = layer(x), twin(exact_x)
+    assert rms_error(*results) < KERNEL_RMS[torch.float32]
+    ours = torch.autograd.grad(results[0], [x, *layer.parameters()], gradient)
+    exact = torch.autograd.grad(results[1], [exact_x, *twin.parameters()], gradient.double())
+    for our, their in zip(ours, exact, strict=True):
+        assert rms_error(our, their) < KERNEL_RMS[torch.float32]
+    with torch.no_grad(), Operations() as operations:
+        layer(x)
+    assert operations.names.count("bmm") + operations.names.count("baddbmm") == 2 * -(-rows // 136)
 
 
 def test_it_warns_if_it_is_not_smaller():

@@ -142,7 +142,7 @@ class ShardedLayer(ShardedModule):
     """Replicated parameters whose gradients are summed if a dimension before the features is sharded outside of the
     layer, because each rank then uses them for a part of the sequence."""
     always_summed: ClassVar[tuple[str, ...]] = ()
-    """Replicated parameters of whose gradient each rank computes a part."""
+    """Replicated parameters whose gradients are summed in every case, because each rank computes a part of them."""
 
 
 class SharedInput:
@@ -347,7 +347,7 @@ class ShardedMonarchLinear(ShardedLayer, MonarchLinear):
 
 
 class ColwiseMonarchLinear(ShardedMonarchLinear):
-    """A block layer of which each rank has some outputs of each block: ``(*, in)`` to its part of ``(*, out)``."""
+    """A block layer whose blocks' outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(MonarchLinear, 0)
     action = "outputs sharded"
@@ -364,7 +364,7 @@ class ColwiseMonarchLinear(ShardedMonarchLinear):
 
 
 class RowwiseMonarchLinear(ShardedMonarchLinear):
-    """A block layer of which each rank has some blocks of inputs: its part of ``(*, in)`` to ``(*, out)``."""
+    """A block layer whose blocks of inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(MonarchLinear, 1)
     action = "inputs sharded"
