@@ -374,15 +374,16 @@ def sketch_layers_(
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
     seed = check_seed(seed)
     replacement: Replacement = {}
+    method: str = config.init if config.kind == "sketched" else config.kind
     if config.low_rank is None:
-        method, fraction = config.kind, config.fraction or 1.0  # SketchConfig has checked that one of them is given
+        fraction = config.fraction or 1.0  # SketchConfig has checked that it is given
         refuse = partial(monarch_refusal, fraction=fraction)
         survey = select_targets(model, include, exclude, seeded=True, refuse=refuse).check()
         for target, target_seed in survey.seeds(seed).items():
             replacement |= convert_to_monarch(target, fraction, target_seed)
         choice = {target: monarch_option(target, fraction) for target in survey.targets}
     else:
-        method, rank = config.init, 2 * config.num_terms * config.low_rank
+        rank = 2 * config.num_terms * config.low_rank
         survey = select_targets(model, include, exclude, rank=rank, seeded=method != "svd").check()
         for target, target_seed in survey.seeds(seed).items():
             replacement |= convert_seeded(target, config.num_terms, config.low_rank, method, target_seed)

@@ -40,9 +40,6 @@ class SketchConfig(Settings):
         128
     """
 
-    kind: Literal["sketched", "monarch"] = "sketched"
-    """``"sketched"``: layers of one size, ``low_rank``. ``"monarch"``: each linear layer becomes the
-    :class:`panther.nn.MonarchLinear` nearest to its weight with the ``fraction`` of its numbers."""
     num_terms: int = 1
     """Terms L of each sketched layer."""
     low_rank: int | None = None
@@ -50,6 +47,9 @@ class SketchConfig(Settings):
     init: Literal["lstsq", "random", "svd"] = "lstsq"
     """``"lstsq"`` or ``"random"``, as for :meth:`panther.nn.SKLinear.from_linear`; or ``"svd"``, for a
     :class:`panther.nn.LowRankLinear` of this rank in place of a sketched layer."""
+    kind: Literal["sketched", "monarch"] = "sketched"
+    """``"sketched"``: layers of one size, ``low_rank``. ``"monarch"``: each linear layer becomes the
+    :class:`panther.nn.MonarchLinear` nearest to its weight with the ``fraction`` of its numbers."""
     fraction: float | None = None
     """Share of the dense weight's numbers that a Monarch layer stores, above 0 and at most 1."""
 

@@ -358,9 +358,10 @@ class ColwiseMonarchLinear(ShardedMonarchLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
         x = (self.shared_input or SharedInput(1)).take(input, self.layouts)
+        down, up, bias = self.locals("down", "up", "bias")
         sizes, outputs = self._sizes(), len(self.local_range)
         sizes = sizes._replace(outputs=outputs, n1=outputs // sizes.n2)
-        return self.layouts.give_columns(monarch_product(x, *self.locals("down", "up", "bias"), sizes))
+        return self.layouts.give_columns(monarch_product(x, down, up, bias, sizes))
 
 
 class RowwiseMonarchLinear(ShardedMonarchLinear):
