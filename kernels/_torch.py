@@ -14,6 +14,7 @@ __all__ = [
     "int_mm",
     "is_differentiated_forward",
     "is_plain_call",
+    "is_tracing",
     "only_vmap_is_active",
     "version_of",
 ]

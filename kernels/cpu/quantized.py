@@ -35,7 +35,7 @@ def blockwise_matmul(
     weight, as they do in float16, where the unscaled product would overflow.
     """
     if native.takes(codes, x.dtype):
-        return native.product(x, codes, bias) if native.is_best_for(x) else _by_expanded_blocks(x, codes, bias)
+        return _by_expanded_blocks(x, codes, bias)
     packed, bits, scales, zeros, _ = codes
     columns, rows = x.shape[1], scales.shape[0]
     if scales.shape[1] > 1 or 2 * len(x) > columns or x.dtype is torch.float16:

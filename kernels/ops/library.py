@@ -9,6 +9,7 @@ __all__ = [
     "define",
     "is_autocasting",
     "is_exporting",
+    "is_plain_call",
     "needs_torch",
     "on_its_device",
     "refused_dtype",

@@ -5,7 +5,7 @@ input needs a gradient, the backward pass expands the weight again. Without grad
 kernel for 4 bits or expansion block by block serve.
 """
 
-__all__ = ["has_compiled_kernel", "quantized_matmul", "quantized_weight"]
+__all__ = ["has_compiled_kernel", "prepared_product", "quantized_matmul", "quantized_weight"]
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._torch import are_transforms_active, int_mm, is_differentiated_forward
+from .._torch import are_transforms_active, int_mm, is_differentiated_forward, is_plain_call, is_tracing
 from ..cpu import integers, native, quantized
 from ..cpu.int4 import PackedCodes
 from ..selection import backend, runs_kernels, use_triton
@@ -92,9 +92,10 @@ def quantized_matmul(
         ... )
         tensor([[13.]])
     """
-    is_compiled = torch.compiler.is_compiling() and not (is_exporting() or rounds_input)
-    if not is_compiled and _is_plain(x) and not _needs_gradient(x, weight, bias):
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and _is_plain(x) and not _needs_gradient(x, weight, bias):
         return _without_gradients(x, weight, bias, rounds_input, packed_codes)
+    is_compiled = is_compiling and not (is_exporting() or rounds_input)
     is_frozen = not rounds_input and not (torch.is_grad_enabled() and _is_weight_trained(weight))
     if is_frozen and ((is_compiled and _is_strided(x)) or (_is_plain(x) and x.requires_grad)):
         codes, factors = weight.codes, weight.factors
@@ -103,6 +104,40 @@ def quantized_matmul(
         operands: Any = x, *of_codes, *of_factors, bias
         return _frozen_product(*operands)
     return _by_expansion(x, weight, bias, rounds_input)
+
+
+def prepared_product(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) -> native.Product | None:
+    """Return the product of few rows with a weight and a bias on a CPU, for a layer to keep; None if there is none.
+
+    A call of it takes less time than :func:`quantized_matmul`, which decides anew in each call what the operands are.
+    The layer has to know that nothing observes the call, and that the tensors are still where they were.
+
+    Args:
+        x: An input like those of the product.
+        weight: Codes and factors.
+        bias: The bias that is added.
+
+    Example:
+        >>> from panther.kernels import QuantizedFactors, QuantizedOperands
+        >>> left, right = (
+        ...     torch.tensor([[2]], dtype=torch.int8),
+        ...     torch.tensor([[1, 3]], dtype=torch.int8),
+        ... )
+        >>> scales = torch.ones(1, dtype=torch.bfloat16)
+        >>> weight = QuantizedOperands(
+        ...     2, None, QuantizedFactors(left, right, scales)
+        ... )
+        >>> x = torch.ones(1, 2)
+        >>> product = prepared_product(x, weight, None)
+        >>> product is None or product(x).item() == 8
+        True
+    """
+    tensors = [*(weight.codes or ()), *(weight.factors or ()), bias]
+    are_plain = all(type(each) in (Tensor, torch.nn.Parameter) for each in tensors if isinstance(each, Tensor))
+    is_added = bias is None or (bias.dtype is x.dtype and bias.is_contiguous())  # Otherwise it would be copied.
+    if not (are_plain and is_added and type(x) is Tensor and x.is_cpu and is_plain_call()) or runs_kernels(x):
+        return None
+    return native.prepared(weight, bias, x.dtype)
 
 
 def quantized_weight(
@@ -154,7 +189,7 @@ def has_compiled_kernel(codes: QuantizedCodes | None = None, dtype: torch.dtype 
 
 def _is_plain(x: Tensor) -> bool:
     """Return whether nothing is traced or transformed, and the input is a strided tensor."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or is_tracing() or type(x) is not Tensor:
         return False
     return _is_strided(x)
 
@@ -189,7 +224,9 @@ def _without_gradients(
     elif weight.codes is not None and _kernel_takes(x):
         return _by_kernel(x, weight, weight.codes, bias)
     elif x.is_cpu:
-        return _by_blocks(x, weight, bias, packed_codes)
+        product = native.prepared(weight, bias, x.dtype)
+        output = None if product is None else product(x)
+        return _by_blocks(x, weight, bias, packed_codes) if output is None else output
     return _by_expansion(x, weight, bias, rounds_input)
 
 

@@ -1,5 +1,6 @@
 """Products with quantized weights in C++: against float64, and what happens where they cannot be compiled."""
 
+import copy
 import logging
 import os
 import subprocess
@@ -54,9 +55,93 @@ def test_products_and_weights_against_float64(bits, dtype):
 
 @needs_compiler
 def test_rows_do_not_depend_on_each_other():
-    codes, x = codes_of(256, 33, 64, 4), torch.randn(9, 256)
-    alone = torch.cat([native.product(row, codes, None) for row in x.split(1)])
-    assert torch.equal(native.product(x, codes, None), alone)
+    product = native.prepared(QuantizedOperands(256, codes_of(256, 33, 64, 4)), None, torch.float32)
+    x = torch.randn(9, 256)
+    assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [None, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_corrections_and_factors_alone_against_float64(bits, dtype):
+    for columns, outputs, group_size in SIZES:
+        for rank in (1, 5, 33):
+            layer = QuantizedLinear(columns, outputs, bits, group_size=group_size, low_rank=rank, dtype=dtype)
+            left = torch.randint(-127, 128, (outputs, rank)).to(torch.int8)
+            layer.set_factors_(left, layer.right.clone(), layer.factor_scales.clone())
+            exact, weight = copy.deepcopy(layer).double(), layer._operands()
+            product = native.prepared(weight, layer.bias.detach(), dtype)
+            for rows in (1, 3, 4, 11):
+                x = torch.randn(columns, rows).to(dtype).mT  # not contiguous
+                assert rms_error(product(x), exact(x.double())) < 4 * KERNEL_RMS[dtype]
+            assert product(x[:0]) is None
+            assert product(x.double()) is None
+
+
+@needs_compiler
+def test_numbers_that_are_not_finite_stay_so():
+    product = native.prepared(QuantizedOperands(64, codes_of(64, 8, 32, 4)), None, torch.bfloat16)
+    for number in (float("nan"), float("inf")):
+        x = torch.full((1, 64), number, dtype=torch.bfloat16)
+        assert not product(x).isfinite().any()
+
+
+@needs_compiler
+def test_a_layer_prepares_its_product_once_and_follows_every_change(monkeypatch):
+    layer, x = QuantizedLinear(64, 48, 4, group_size=32, low_rank=2), torch.randn(2, 3, 64)
+    bound = 4 * KERNEL_RMS[torch.float32]
+
+    def exact():
+        return x.double() @ layer.weight.double().mT + layer.bias.double()
+
+    def replace_scales():
+        layer.scales = layer.scales * 3
+
+    def replace_bias():
+        layer.bias = torch.nn.Parameter(torch.randn(48))
+
+    def write_record():
+        layer.set_codes_(torch.randint(16, (48, 64)).to(torch.uint8), torch.rand(48, 2), torch.zeros(48, 2).byte())
+
+    def load():
+        layer.load_state_dict(QuantizedLinear(64, 48, 4, group_size=32, low_rank=2).state_dict(), assign=True)
+
+    changes = [
+        lambda: None, replace_scales, replace_bias, write_record, load, lambda: layer.hold_scales_(torch.float32),
+        lambda: layer.hold_scales_(torch.bfloat16), lambda: layer.scales.mul_(2), layer.share_memory,
+    ]  # fmt: skip
+    for change in changes:
+        with torch.no_grad():
+            change()
+            assert rms_error(layer(x), exact()) < bound
+            assert rms_error(layer(x), exact()) < bound
+    with torch.no_grad():
+        assert layer._product is not None
+        assert "_product" not in copy.deepcopy(layer).__dict__
+        monkeypatch.setattr("panther.nn.quantized.linear.quantized_matmul", None)
+        assert layer(x).shape == (2, 3, 48)
+
+
+@needs_compiler
+def test_a_prepared_layer_still_differentiates_casts_and_refuses():
+    layer, x = QuantizedLinear(64, 48, 4, group_size=32), torch.randn(2, 64)
+    with torch.inference_mode():
+        y = layer(x)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, layer.weight.sum(0).expand(2, -1).detach())
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype is torch.bfloat16
+        assert torch.equal(layer(x), y)
+        torch.testing.assert_close(torch.vmap(layer)(x[:, None])[:, 0], layer(x))
+        with pytest.raises(ValueError, match="the layer takes 64"):
+            layer(x[:, :32])
+        with pytest.raises(TypeError, match="cast the input"):
+            layer(x.double())
+        layer.codes.zero_()  # Codes that other code averages do not have the checksum of the record.
+        with pytest.raises(ValueError, match="checksum"):
+            layer(x)
 
 
 @needs_compiler

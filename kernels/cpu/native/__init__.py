@@ -7,7 +7,7 @@ so that processes may compile at the same time. Without a compiler for AVX2 or A
 ``PANTHER_KERNELS=torch``, torch computes all products.
 """
 
-__all__ = ["expand", "library", "product", "takes"]
+__all__ = ["Product", "expand", "library", "prepared", "takes"]
 
 import ctypes
 import hashlib
@@ -17,14 +17,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.quantized_operands import QuantizedCodes
+from ...ops.quantized_operands import QuantizedCodes, QuantizedOperands
 from ...selection import uses_torch_alone
 
 _SOURCE = Path(__file__).with_name("quantized.cpp")
@@ -34,7 +33,17 @@ _TIMEOUT_S = 300
 _FEW_ROWS = 16  # With more rows, a product with expanded blocks of the weight is faster.
 _DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_WEIGHT: tuple[Any, ...] = (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, ctypes.c_int)
+
+
+class _Weight(ctypes.Structure):
+    """The C++ struct of this name."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("packed", "scales", "zeros")),
+        *((name, _SIZE) for name in ("bits", "inputs", "outputs", "group_size")),
+        *((name, _POINTER) for name in ("left", "right", "factor_scales")),
+        ("rank", _SIZE),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -58,9 +67,11 @@ def library() -> ctypes.CDLL | None:
             str(output).strip().splitlines()[-1],
         )
         return None
-    compiled.panther_product.argtypes = [*_WEIGHT, _POINTER, _SIZE, _POINTER, _POINTER]
-    compiled.panther_expand.argtypes = [*_WEIGHT, _SIZE, _SIZE, _POINTER, _POINTER]
-    compiled.panther_product.restype = compiled.panther_expand.restype = None
+    for function in (compiled.panther_product, compiled.panther_half_product):
+        function.argtypes = [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int]
+        function.restype = None
+    compiled.panther_expand.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_int, ctypes.c_int]
+    compiled.panther_expand.restype = None
     return compiled
 
 
@@ -72,40 +83,73 @@ def takes(codes: QuantizedCodes, dtype: torch.dtype) -> bool:
     return packed.is_contiguous() and scales.is_contiguous() and zeros.is_contiguous() and library() is not None
 
 
-def product(x: Tensor, codes: QuantizedCodes, bias: Tensor | None) -> Tensor:  # (n, in) -> (n, out)
-    """Return ``x Q^T + bias`` in the dtype of x, with sums in float32, without derivatives; it is for few rows."""
-    n, outputs = len(x), len(codes.scales)
-    wide = x.float().contiguous()
-    wide_bias = None if bias is None else bias.float().contiguous()
-    y = torch.empty(n, outputs)
-    compiled = library()
-    assert compiled is not None  # callers ask for `takes` first
-    compiled.panther_product(*_weight(codes, x.shape[1]), wide.data_ptr(), n, _address(wide_bias), y.data_ptr())
-    return y.to(x.dtype)
+class Product:
+    """The product of few rows with one weight, in one call of C++; it reads the tensors of the weight where they are.
+
+    Args:
+        weight: A weight that :func:`prepared` found to be taken.
+        bias: Added to every row, contiguous and of ``dtype``.
+        dtype: The dtype of input and output.
+    """
+
+    def __init__(self, weight: QuantizedOperands, bias: Tensor | None, dtype: torch.dtype) -> None:
+        columns, codes, factors = weight
+        packed, bits, scales, zeros, group_size = codes or (None, 0, None, None, 0)
+        left, right, factor_scales = factors or (None, None, None)
+        operands = packed, scales, zeros, left, right, factor_scales
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in operands]
+        rows = packed if packed is not None else left
+        assert rows is not None  # a weight has codes or factors
+        rank = 0 if right is None else len(right)
+        members = _Weight(*addresses[:3], bits, columns, len(rows), group_size, *addresses[3:], rank)
+        compiled = library()
+        assert compiled is not None  # `prepared` asks for it
+        function = compiled.panther_product if dtype is torch.float32 else compiled.panther_half_product
+        self._call = partial(function, ctypes.byref(members), None if bias is None else bias.data_ptr())
+        self._sizes = dtype, columns, len(rows)
+        self._operands = operands, bias  # Memory that is kept cannot become the memory of other tensors.
+
+    def __call__(self, x: Tensor) -> Tensor | None:  # (*, in) -> (*, out)
+        """Return the product, with sums in float32 and without derivatives, or None if this is not the way for x."""
+        dtype, columns, outputs = self._sizes
+        shape = x.shape
+        rows = x.numel() // columns
+        if x.dtype is not dtype or not 0 < rows <= _FEW_ROWS or shape[-1] != columns:
+            return None
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = x.new_empty(*shape[:-1], outputs)
+        self._call(x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
+        return y
 
 
-def is_best_for(x: Tensor) -> bool:
-    """Return whether :func:`product` is faster than a product with the expanded weight."""
-    return 0 < len(x) <= _FEW_ROWS
+def prepared(weight: QuantizedOperands, bias: Tensor | None, dtype: torch.dtype) -> Product | None:
+    """Return the product with a weight, or None if the compiled functions are not there or do not take the operands."""
+    columns, codes, factors = weight
+    if codes is not None and not takes(codes, dtype):
+        return None
+    if factors is not None:
+        left, right, scales = factors
+        if not (left.is_cpu and dtype in _DTYPES and scales.dtype is torch.bfloat16 and left.numel() and columns):
+            return None
+        if not (left.is_contiguous() and right.is_contiguous() and scales.is_contiguous()) or library() is None:
+            return None
+    if bias is not None and not (bias.dtype is dtype and bias.is_contiguous()):
+        bias = bias.to(dtype).contiguous()
+    return Product(weight, bias, dtype)
 
 
 def expand(codes: QuantizedCodes, rows: slice, out: Tensor) -> Tensor:  # (rows, in)
     """Write ``scales * (codes - zeros)`` of some rows to a contiguous matrix in float32 or bfloat16, and return it."""
-    compiled = library()
-    assert compiled is not None  # callers ask for `takes` first
-    wide, half = (out.data_ptr(), None) if out.dtype is torch.float32 else (None, out.data_ptr())
-    compiled.panther_expand(*_weight(codes, out.shape[1]), rows.start, rows.start + len(out), wide, half)
-    return out
-
-
-def _weight(codes: QuantizedCodes, columns: int) -> tuple[int, ...]:
     packed, bits, scales, zeros, group_size = codes
     addresses = packed.data_ptr(), scales.data_ptr(), zeros.data_ptr()
-    return *addresses, bits, columns, len(scales), group_size, torch.get_num_threads()
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    weight = _Weight(*addresses, bits, out.shape[1], len(scales), group_size)
+    compiled = library()
+    assert compiled is not None  # callers ask for `takes` first
+    is_half = out.dtype is torch.bfloat16
+    start, threads = rows.start, torch.get_num_threads()
+    compiled.panther_expand(ctypes.byref(weight), start, start + len(out), out.data_ptr(), is_half, threads)
+    return out
 
 
 def _compiled(anew: bool = False) -> Path:
@@ -122,10 +166,10 @@ def _compiled(anew: bool = False) -> Path:
     if anew or not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unnamed:
-            partial = Path(unnamed) / path.name
-            command = [compiler, *flags, str(_SOURCE), "-o", str(partial)]
+            unfinished = Path(unnamed) / path.name
+            command = [compiler, *flags, str(_SOURCE), "-o", str(unfinished)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-            partial.replace(path)
+            unfinished.replace(path)
     return path
 
 

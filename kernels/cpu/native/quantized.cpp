@@ -1,5 +1,6 @@
-// Products with weights of 2 to 8 bits and few rows of input, and the expansion of such weights. They read codes as
-// kernels/reference/codes.py packs them. kernels/cpu/native/__init__.py compiles this file for the processor at hand.
+// Products with weights of 2 to 8 bits, of a low-rank correction, or of both, and few rows of input, and the expansion of
+// such weights. They read codes as kernels/reference/codes.py packs them. kernels/cpu/native/__init__.py compiles this
+// file for the processor at hand.
 
 #include <immintrin.h>
 
@@ -22,6 +23,9 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_p
 inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
 inline Ints high_halves(Ints numbers) { return _mm512_srli_epi32(numbers, 4); }
 inline Ints no_bits() { return _mm512_setzero_si512(); }
+inline Ints load(const int8_t* numbers) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+}
 inline Ints bits_at(Ints numbers, int place, int mask) {
   return _mm512_and_si512(_mm512_srl_epi32(numbers, _mm_cvtsi32_si128(place)), _mm512_set1_epi32(mask));
 }
@@ -55,6 +59,9 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_p
 inline Floats as_floats(Ints numbers) { return _mm256_cvtepi32_ps(numbers); }
 inline Ints high_halves(Ints numbers) { return _mm256_srli_epi32(numbers, 4); }
 inline Ints no_bits() { return _mm256_setzero_si256(); }
+inline Ints load(const int8_t* numbers) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers)));
+}
 inline Ints bits_at(Ints numbers, int place, int mask) {
   return _mm256_and_si256(_mm256_srl_epi32(numbers, _mm_cvtsi32_si128(place)), _mm256_set1_epi32(mask));
 }
@@ -92,14 +99,19 @@ void store_one(float* address, float number) { *address = number; }
 void store_one(uint16_t* address, float number) {
   uint32_t word;
   std::memcpy(&word, &number, sizeof word);
-  *address = static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+  // Rounding could carry a NaN over to zero.
+  *address = number != number ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
 struct Weight {
-  const uint8_t* packed;   // (outputs, row_bytes)
+  const uint8_t* packed;   // (outputs, row_bytes), or null for a weight of factors alone
   const uint16_t* scales;  // (outputs, groups), bfloat16
   const uint8_t* zeros;    // (outputs, groups)
   int64_t bits, inputs, outputs, group_size;
+  const int8_t* left;             // (outputs, rank), or null for a weight without a correction
+  const int8_t* right;            // (rank, inputs)
+  const uint16_t* factor_scales;  // (rank), bfloat16
+  int64_t rank;
 
   int64_t groups() const { return (inputs + group_size - 1) / group_size; }
   float scale(int64_t row, int64_t group) const { return from_bfloat16(scales[row * groups() + group]); }
@@ -312,48 +324,103 @@ void expand(const Weight& weight, int64_t row, uint8_t* codes, Number* numbers) 
   }
 }
 
-constexpr int BLOCK = 4;  // rows of x that are multiplied at once
+// The products of 8-bit integers with ROWS rows of x, which are `length` numbers each.
+template <int ROWS>
+void multiply_integers(const int8_t* __restrict integers, int64_t length, const float* __restrict x,
+                       float* __restrict products) {
+  Floats sums[ROWS];
+  for (auto& sum : sums) sum = all(0);
+  int64_t k = 0;
+  for (; k + LANES <= length; k += LANES) {
+    const Floats numbers = as_floats(load(integers + k));
+    for (int r = 0; r < ROWS; ++r) sums[r] = multiply_add(numbers, load(x + r * length + k), sums[r]);
+  }
+  for (int r = 0; r < ROWS; ++r) products[r] = sum_of(sums[r]);
+  for (; k < length; ++k)
+    for (int r = 0; r < ROWS; ++r) products[r] += static_cast<float>(integers[k]) * x[r * length + k];
+}
+
+constexpr int64_t BLOCK = 4;  // rows of x that are multiplied at once
+
+// Calls a function template for blocks of rows, with the first of each.
+template <class Call>
+void by_blocks(int64_t rows, Call call) {
+  int64_t r = 0;
+  for (; r + BLOCK <= rows; r += BLOCK) call(std::integral_constant<int, BLOCK>(), r);
+  for (; r < rows; ++r) call(std::integral_constant<int, 1>(), r);
+}
+
+// Calls a function for parts of a range that share no number, each in one thread.
+template <class Call>
+void in_threads(int64_t count, int threads, Call call) {
+  if (threads < 2) return call(0, count);  // OpenMP takes longer to start than a small product takes.
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int thread = 0; thread < threads; ++thread) call(count * thread / threads, count * (thread + 1) / threads);
+}
+
+// y (rows, outputs) = x (rows, inputs) W^T + bias.
+void product(const Weight& weight, const float* bias, const float* x, int64_t rows, float* y, int threads) {
+  const int64_t inputs = weight.inputs, outputs = weight.outputs, rank = weight.rank;
+  std::vector<float> inner(rows * rank);  // x R^T diag(c)
+  if (rank) in_threads(rank, threads, [&](int64_t first, int64_t last) {
+    for (int64_t term = first; term < last; ++term) {
+      by_blocks(rows, [&](auto block, int64_t r) {
+        float products[BLOCK];
+        multiply_integers<block()>(weight.right + term * inputs, inputs, x + r * inputs, products);
+        const float scale = from_bfloat16(weight.factor_scales[term]);
+        for (int i = 0; i < block(); ++i) inner[(r + i) * rank + term] = products[i] * scale;
+      });
+    }
+  });
+  in_threads(outputs, threads, [&](int64_t first, int64_t last) {
+    std::vector<uint8_t> codes(weight.has_whole_vectors() ? 0 : inputs);
+    for (int64_t row = first; row < last; ++row) {
+      if (weight.packed && !codes.empty()) unpack(weight, row, codes.data());
+      by_blocks(rows, [&](auto block, int64_t r) {
+        float products[BLOCK] = {}, corrections[BLOCK] = {};
+        if (weight.packed) multiply<block()>(weight, row, codes.data(), x + r * inputs, products);
+        if (rank) multiply_integers<block()>(weight.left + row * rank, rank, inner.data() + r * rank, corrections);
+        for (int i = 0; i < block(); ++i)
+          y[(r + i) * outputs + row] = products[i] + corrections[i] + (bias ? bias[row] : 0.0f);
+      });
+    }
+  });
+}
+
+std::vector<float> floats_of(const uint16_t* halves, int64_t count) {
+  std::vector<float> numbers(halves ? count : 0);
+  for (int64_t i = 0; i < static_cast<int64_t>(numbers.size()); ++i) numbers[i] = from_bfloat16(halves[i]);
+  return numbers;
+}
 
 }  // namespace
 
 extern "C" {
 
-// y (rows, outputs) = x (rows, inputs) W^T + bias, in float32.
-void panther_product(const uint8_t* packed, const uint16_t* scales, const uint8_t* zeros, int64_t bits, int64_t inputs,
-                     int64_t outputs, int64_t group_size, int threads, const float* x, int64_t rows, const float* bias,
-                     float* y) {
-  const Weight weight{packed, scales, zeros, bits, inputs, outputs, group_size};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    std::vector<uint8_t> codes(inputs);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < outputs; ++row) {
-      if (!weight.has_whole_vectors()) unpack(weight, row, codes.data());
-      for (int64_t r = 0, step; r < rows; r += step) {
-        float products[BLOCK];
-        step = rows - r >= BLOCK ? BLOCK : 1;
-        if (step == BLOCK) multiply<BLOCK>(weight, row, codes.data(), x + r * inputs, products);
-        else multiply<1>(weight, row, codes.data(), x + r * inputs, products);
-        for (int64_t i = 0; i < step; ++i) y[(r + i) * outputs + row] = products[i] + (bias ? bias[row] : 0.0f);
-      }
-    }
-  }
+// The product in float32.
+void panther_product(const Weight* weight, const float* bias, const float* x, int64_t rows, float* y, int threads) {
+  product(*weight, bias, x, rows, y, threads);
 }
 
-// Rows of the weight from `first` on, in float32 or, if `half` is given, in bfloat16.
-void panther_expand(const uint8_t* packed, const uint16_t* scales, const uint8_t* zeros, int64_t bits, int64_t inputs,
-                    int64_t outputs, int64_t group_size, int threads, int64_t first, int64_t last, float* wide,
-                    uint16_t* half) {
-  const Weight weight{packed, scales, zeros, bits, inputs, outputs, group_size};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    std::vector<uint8_t> codes(inputs);
-#pragma omp for schedule(static)
-    for (int64_t row = first; row < last; ++row) {
-      if (half) expand(weight, row, codes.data(), half + (row - first) * inputs);
-      else expand(weight, row, codes.data(), wide + (row - first) * inputs);
+// The product in bfloat16, with sums in float32.
+void panther_half_product(const Weight* weight, const uint16_t* bias, const uint16_t* x, int64_t rows, uint16_t* y,
+                          int threads) {
+  const auto numbers = floats_of(x, rows * weight->inputs), biases = floats_of(bias, weight->outputs);
+  std::vector<float> products(rows * weight->outputs);
+  product(*weight, bias ? biases.data() : nullptr, numbers.data(), rows, products.data(), threads);
+  for (const float number : products) store_one(y++, number);
+}
+
+// Rows of the weight from `first` to `last`, in float32 or bfloat16.
+void panther_expand(const Weight* weight, int64_t first, int64_t last, void* numbers, int is_half, int threads) {
+  in_threads(last - first, threads, [&](int64_t start, int64_t end) {
+    std::vector<uint8_t> codes(weight->has_whole_vectors() ? 0 : weight->inputs);
+    for (int64_t row = start; row < end; ++row) {
+      const int64_t offset = row * weight->inputs;
+      if (is_half) expand(*weight, first + row, codes.data(), static_cast<uint16_t*>(numbers) + offset);
+      else expand(*weight, first + row, codes.data(), static_cast<float*>(numbers) + offset);
     }
-  }
+  });
 }
 
 }  // extern "C"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
-from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
-from panther.kernels.ops.library import autocast
+from panther._torch import buffers_of, parameters_of
+from panther.kernels import PackedCodes, QuantizedCodes, prepared_product, quantized_matmul, why_not_packed
+from panther.kernels.ops.library import autocast, is_plain_call
 from panther.nn.factors import check_dense
 from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.quantized.matrix import QuantizedMatrix
@@ -60,13 +61,13 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
         ValueError: If ``bits`` is None and ``low_rank`` 0, which leaves no weight, or ``activations`` is unknown.
 
     Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. On a CPU with a C++
-    compiler a kernel multiplies up to 16 rows by the codes, without gradients, in less time than nn.Linear for one row.
-    Without a compiler the expansion makes small batches slower than nn.Linear; for bfloat16 see :meth:`hold_packed_`.
-    More rows are multiplied by blocks of the weight, and with gradients all of it is expanded. If the scales are not
-    trained, the gradient of the input expands the weight again and does not keep it. On CUDA a Triton kernel, which no
-    GPU has run yet, multiplies up to 256 rows. With ``activations="int8"`` integers are multiplied, without gradients,
-    on a CPU with instructions for it (VNNI); elsewhere the same rounded numbers are multiplied in floating point, which
-    saves nothing. Derivatives ignore the rounding.
+    compiler a kernel multiplies up to 16 rows by codes and correction, without gradients, in less time than nn.Linear
+    for one row. Without a compiler the expansion makes small batches slower than nn.Linear; for bfloat16 see
+    :meth:`hold_packed_`. More rows are multiplied by blocks of the weight, and with gradients all of it is expanded. If
+    the scales are not trained, the gradient of the input expands the weight again and does not keep it. On CUDA a
+    Triton kernel, which no GPU has run yet, multiplies up to 256 rows. With ``activations="int8"`` integers are
+    multiplied, without gradients, on a CPU with instructions for it (VNNI); elsewhere the same rounded numbers are
+    multiplied in floating point, which saves nothing. Derivatives ignore the rounding.
 
     Example:
         >>> import torch
@@ -86,6 +87,7 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
 
     packed_copy = False
     _packed: PackedCodes | None = None
+    _product: tuple[Callable[[Tensor], Tensor | None], list[int]] | None = None  # with the addresses of its tensors
 
     def __init__(
         self,
@@ -107,14 +109,37 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        is_eager = not torch.compiler.is_compiling()
+        if is_eager and self._product is not None and (output := self._by_product(input)) is not None:
+            return output
         check_linear_input(input, self.in_features, self.dtype)
         self.check_writes()
         x, bias = autocast(input.device, input, self.bias)
+        weight, is_trained = self._operands(), self.trains_scales
+        may_prepare = is_eager and self._product is None and x is input and not (is_trained or self.activations)
+        if may_prepare and (product := prepared_product(x, weight, bias)) is not None:
+            self._product = product, self._addresses()
         # The packed copy is not for layers in training, because each change of scales would need a new copy.
-        packed_codes = self._packed_codes if self.packed_copy and self.scale_logs is None else None
-        return quantized_matmul(
-            x, self._operands(), bias, rounds_input=self.activations is not None, packed_codes=packed_codes
-        )
+        packed_codes = self._packed_codes if self.packed_copy and not is_trained else None
+        rounds_input = self.activations is not None
+        return quantized_matmul(x, weight, bias, rounds_input=rounds_input, packed_codes=packed_codes)
+
+    def _by_product(self, x: Tensor) -> Tensor | None:
+        """Return the output by the prepared product, or None if x or its context needs more, or tensors changed."""
+        if torch.is_grad_enabled() or not is_plain_call() or type(x) is not Tensor or not x.is_cpu:
+            return None
+        if x.is_nested or x.layout is not torch.strided or torch.is_autocast_enabled("cpu"):
+            return None
+        assert self._product is not None  # callers ask for it
+        product, addresses = self._product
+        if self._writes() != self._checked or addresses != self._addresses():
+            self._product = None
+            return None
+        return product(x)
+
+    def _addresses(self) -> list[int]:
+        tensors = *buffers_of(self).values(), parameters_of(self).get("bias")
+        return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
     def hold_packed_(self, hold: bool = True) -> Self:
         """Keep a second copy of codes of 4 bits, for torch's kernel for few rows in bfloat16 without gradients.
@@ -158,13 +183,13 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
         return packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Drop the packed copy, which does not move with the layer."""
-        self._packed = None
+        """Drop the packed copy, which does not move with the layer, and the addresses of tensors."""
+        self._packed = self._product = None
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the packed copy: its order depends on the processor."""
-        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+        """Leave out what depends on the processor and on addresses."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_packed", "_product")}
 
     @classmethod
     def from_linear(
