@@ -15,7 +15,6 @@ __all__ = [
     "pack_codes",
     "pack_signs",
     "philox_4x32",
-    "prepared_product",
     "quantized_matmul",
     "quantized_weight",
     "sign_block",
@@ -36,7 +35,7 @@ if __name__ != "kernels":
     from .cpu.int4 import PackedCodes, why_not_packed
     from .ops.attention import causal_linear_attention
     from .ops.philox import normal_block, sign_block, uniform_block, word_block
-    from .ops.quantized import has_compiled_kernel, prepared_product, quantized_matmul, quantized_weight
+    from .ops.quantized import has_compiled_kernel, quantized_matmul, quantized_weight
     from .ops.quantized_operands import QuantizedCodes, QuantizedFactors, QuantizedOperands
     from .ops.sketched import sketched_matmul
     from .ops.sketched_halves import sketched_inner, sketched_outer

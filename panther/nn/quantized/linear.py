@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
-from panther.kernels import PackedCodes, QuantizedCodes, prepared_product, quantized_matmul, why_not_packed
+from panther.kernels import PackedCodes, QuantizedCodes, quantized_matmul, why_not_packed
 from panther.kernels.ops.library import autocast, is_plain_call
+from panther.kernels.ops.quantized import prepared_product
 from panther.nn.factors import check_dense
 from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
 from panther.nn.quantized.matrix import QuantizedMatrix
