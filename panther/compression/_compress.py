@@ -194,9 +194,9 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
             module and its name, or a sequence of these.
         exclude: No layers that match.
-        method: ``"two_sided"``: the norm above. ``"activation"``: the norm with G the identity. ``"svd"``: the norm
-            with A and G the identity. ``"random"``: seeded sketches and the unbiased estimator, which destroys a
-            trained model; for comparison.
+        method: ``"two_sided"``: the norm above. ``"activation"``: the norm with G the identity, as in GPTQ, in less
+            time because no backward pass is needed. ``"svd"``: the norm with A and G the identity. ``"random"``: seeded
+            sketches and the unbiased estimator, which destroys a trained model; for comparison.
         allocate: ``"global"`` or ``"uniform"`` forms and ranks; None is global for two_sided and uniform for the
             remaining methods. Where global does worse than uniform on the held-out batches, uniform is used, and the
             report says so.

@@ -14,6 +14,7 @@ from panther.kernels.cpu import native
 from panther.kernels.ops.quantized_operands import expanded_codes
 from tolerances import KERNEL_RMS, rms_error
 
+from panther.errors import SketchMismatchError
 from panther.nn import QuantizedLinear
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler and AVX2")
@@ -106,10 +107,23 @@ def test_a_layer_prepares_its_product_once_and_follows_every_change(monkeypatch)
     def load():
         layer.load_state_dict(QuantizedLinear(64, 48, 4, group_size=32, low_rank=2).state_dict(), assign=True)
 
+    def train_scales():
+        layer.train_scales_()
+        layer.scale_logs.fill_(0.5)
+
     changes = [
-        lambda: None, replace_scales, replace_bias, write_record, load, lambda: layer.hold_scales_(torch.float32),
-        lambda: layer.hold_scales_(torch.bfloat16), lambda: layer.scales.mul_(2), layer.share_memory,
-    ]  # fmt: skip
+        lambda: None,
+        train_scales,
+        lambda: layer.train_scales_(False),
+        replace_scales,
+        replace_bias,
+        write_record,
+        load,
+        lambda: layer.hold_scales_(torch.float32),
+        lambda: layer.hold_scales_(torch.bfloat16),
+        lambda: layer.scales.mul_(2),
+        layer.share_memory,
+    ]
     for change in changes:
         with torch.no_grad():
             change()
@@ -140,7 +154,7 @@ def test_a_prepared_layer_still_differentiates_casts_and_refuses():
         with pytest.raises(TypeError, match="cast the input"):
             layer(x.double())
         layer.codes.zero_()  # Codes that other code averages do not have the checksum of the record.
-        with pytest.raises(ValueError, match="checksum"):
+        with pytest.raises(SketchMismatchError, match="checksum"):
             layer(x)
 
 

@@ -126,7 +126,7 @@ class Product:
 def prepared(weight: QuantizedOperands, bias: Tensor | None, dtype: torch.dtype) -> Product | None:
     """Return the product with a weight, or None if the compiled functions are not there or do not take the operands."""
     columns, codes, factors = weight
-    if codes is not None and not takes(codes, dtype):
+    if (codes is not None and not takes(codes, dtype)) or not (bias is None or bias.is_cpu):
         return None
     if factors is not None:
         left, right, scales = factors

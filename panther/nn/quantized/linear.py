@@ -129,7 +129,7 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
         """Return the output by the prepared product, or None if x or its context needs more, or tensors changed."""
         if torch.is_grad_enabled() or not is_plain_call() or type(x) is not Tensor or not x.is_cpu:
             return None
-        if x.is_nested or x.layout is not torch.strided or torch.is_autocast_enabled("cpu"):
+        if x.is_nested or x.layout is not torch.strided or torch.is_autocast_enabled("cpu") or self.activations:
             return None
         assert self._product is not None  # callers ask for it
         product, addresses = self._product
@@ -139,7 +139,7 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
         return product(x)
 
     def _addresses(self) -> list[int]:
-        tensors = *buffers_of(self).values(), parameters_of(self).get("bias")
+        tensors = *buffers_of(self).values(), *parameters_of(self).values()
         return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
     def hold_packed_(self, hold: bool = True) -> Self:
