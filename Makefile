@@ -183,7 +183,7 @@ clean:
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt | .venv/constraints.txt
 	$(INSTALL_BESIDE_TORCH) --no-build-isolation \
-	    -e '.[demo,triton,transformers,compressed-tensors,sentence-transformers,onnx,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
+	    -e '.[demo,triton,transformers,compressed-tensors,sentence-transformers,onnx,gguf,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
 
 # The oldest Triton that Panther supports, in a folder for PYTHONPATH, 640 MB: `make verify` compiles all kernels with it

@@ -85,6 +85,7 @@ EXTRA_PAGES = {
 # Libraries that `make test` does not install. A test that calls importorskip with one of them has the mark extra.
 EXTRA_LIBRARIES = {
     "transformers", "compressed_tensors", "tokenizers", "onnx", "onnxruntime", "onnxscript", "tensorboard", "mlflow",
+    "gguf",
 }  # fmt: skip
 ENGINES = ("torchao", "keras", "ray", "deepspeed")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from panther._text import counted
-from panther.cli._arguments import check_new_folder
+from panther.cli._arguments import check_files, check_new_folder
 from panther.cli._user_function import (
     call,
     current_folder_importable,
@@ -53,12 +53,14 @@ def add_parser(commands: Any) -> None:
     )
     summary = (
         "onnx: model.onnx; torch: model.pt2 of torch.export; linears: safetensors with plain layers alone; "
-        "compressed-tensors: a folder with quantized layers, for programs without Panther"
+        "compressed-tensors: a folder with quantized layers, for programs without Panther; gguf: a file for llama.cpp"
     )
-    parser.add_argument("--to", choices=("onnx", "torch", "linears", "compressed-tensors"), required=True, help=summary)
+    targets = ("onnx", "torch", "linears", "compressed-tensors", "gguf")
+    parser.add_argument("--to", choices=targets, required=True, help=summary)
     summary = "program that will read a folder of compressed-tensors (default: transformers)"
     parser.add_argument("--reader", choices=("transformers", "vllm"), help=summary)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
+    summary = "folder for the result, new or empty; for gguf a new file"
+    parser.add_argument("--out", required=True, metavar="PATH", help=summary)
     summary = "module:function, which returns the architecture, where the folder has no config.json"
     parser.add_argument("--model", metavar="FUNCTION", help=summary)
     summary = "module:function, which returns inputs by name (default: tokens or an image, by config.json)"
@@ -84,21 +86,31 @@ def run(args: argparse.Namespace) -> int:
             f"{folder} is not a folder, and not module:function: give one that holds a model (nothing is downloaded), "
             "or a function"
         )
-    out = check_new_folder(args.out)
+    out = _new_file(args.out) if args.to == "gguf" else check_new_folder(args.out)
     if folder.is_dir() and args.to in ("onnx", "compressed-tensors"):
         check_beside(folder, out)
     if args.to == "onnx":
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
+    if args.to == "gguf":
+        require_extra("gguf", "gguf")
     for name, targets in _OPTIONS_OF_TARGETS.items():
         if getattr(args, name) is not None and args.to not in targets:
             raise PantherError(f"--{name} is for --to {' and '.join(targets)}, not for --to {args.to}: leave it out")
     with current_folder_importable(), _empty_after_an_error(out):
         model = model_and_batches(args.model_path)[0] if is_function else _load(folder, args.model)
         _export(args, model.eval(), out)
-    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+    for path in sorted(path for path in (out, *out.rglob("*")) if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")
     return 0
+
+
+def _new_file(path: str) -> Path:
+    """Return the path of a file of ``--out``, or raise PantherError if it exists or cannot be written."""
+    check_files(out=path)
+    if Path(path).exists():
+        raise PantherError(f"--out {path} exists, and might hold another model: name a new file, or remove it")
+    return Path(path)
 
 
 @contextmanager
@@ -131,6 +143,9 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
         return
     if args.to == "compressed-tensors":
         _write_compressed_tensors(model, Path(args.model_path), out, args.reader or "transformers")
+        return
+    if args.to == "gguf":
+        _write_gguf(model, Path(args.model_path), out)
         return
     names = None
     if args.sample is None:
@@ -324,3 +339,19 @@ def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reade
         print(f"{out / ADAPTER_FOLDER} holds corrections: load them with PEFT, after the first forward of the model")
     else:
         print(f"base {base_bytes:,} bytes, no adapter")
+
+
+def _write_gguf(model: "nn.Module", folder: Path, out: Path) -> None:
+    """Write a file for llama.cpp, with the tokenizer of the folder."""
+    from collections import Counter
+
+    from panther.cli._transformers import load_tokenizer
+    from panther.integrations.gguf import write_gguf
+
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    if tokenizer is None:
+        print(f"{folder} holds no tokenizer, so the file has no vocabulary: programs take the numbers of tokens only")
+    with explained(f"{type(model).__name__} cannot be exported"):
+        types = write_gguf(model, out, tokenizer=tokenizer)
+    for name, count in sorted(Counter(types.values()).items()):
+        print(f"{counted(count, 'layer')} in blocks of {name}, with the codes of the model")

@@ -188,9 +188,12 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             weights is 1.16 times as large.
         target: ``"compressed-tensors"``: fit only what this format and its reader hold, so that ``panther export --to
             compressed-tensors`` writes the model without loss. Grids are symmetric; embeddings, convolutions and
-            layers whose columns ``group_size`` does not divide stay dense. None does not restrict the model.
-        reader: The program that will read the format, ``"transformers"`` (the default, if ``target`` is given) or
-            ``"vllm"``, whose layers get one width, because it fuses some of them. It implies ``target``.
+            layers whose columns ``group_size`` does not divide stay dense. ``"gguf"``: the same for files of llama.cpp,
+            with 4, 5 and 8 bits in groups of 32 columns, which are then the default; 8 bits are symmetric, embeddings
+            may have codes, and sizes count the bytes of these files. None does not restrict the model.
+        reader: The program that will read the format: ``"transformers"`` (the default for compressed-tensors),
+            ``"vllm"``, whose layers get one width, because it fuses some of them, or ``"llama.cpp"``, the only one for
+            GGUF. It implies ``target``.
         include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
             module and its name, or a sequence of these.
         exclude: No layers that match.

@@ -16,7 +16,7 @@ from panther._settings import Settings
 from panther.compression.calibration.runner import Loss
 from panther.compression.calibration.targets import Selector
 from panther.compression.forms import DENSE, LOW_RANK, FormSettings, default_forms, form_named, known_forms
-from panther.compression.readers import FORMATS, Reader, reader_of
+from panther.compression.readers import BLOCK, FORMATS, Reader, default_reader, reader_of
 from panther.errors import ConfigError, check_flag, check_size
 from panther.nn.quantized.linear import check_activations
 from panther.train.config import TrainConfig
@@ -163,9 +163,9 @@ class HealConfig(Settings):
         )
 
 
+_GROUP_SIZE = 128
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
-_DEFAULT_READER = "transformers"
 SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
 _TIMED = ("speedup", "max_latency_ms")
 
@@ -192,7 +192,7 @@ class CompressConfig:
     forms: str | Sequence[str] | None = None
     allow_slower: bool | None = None
     rank_multiple: int = 8
-    group_size: int | None = 128
+    group_size: int | None = _GROUP_SIZE
     activations: str | None = None
     symmetric: bool = False
     target: str | None = None
@@ -233,7 +233,7 @@ class CompressConfig:
         """Return the program that will read the model in another format; None if only Panther will."""
         if self.target is None and self.reader is None:
             return None
-        return reader_of(_DEFAULT_READER if self.reader is None else self.reader)
+        return reader_of(default_reader(self.target or FORMATS[0]) if self.reader is None else self.reader)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -296,6 +296,10 @@ _RULES: tuple[_Rule, ...] = (
     _one_of("method", _METHODS),
     _one_of("allocate", ("global", "uniform"), optional=True),
     _one_of("target", FORMATS, optional=True),
+    _Rule(
+        lambda c: None not in (c.target, c.reader) and reader_of(c.reader or "").format != c.target,
+        lambda c: f"reader={c.reader!r} does not read target={c.target!r}: leave one of them out",
+    ),
     _Rule(
         lambda c: c.foreign_reader is not None and c.foreign_reader.has_one_width and c.allocate == "global",
         lambda c: (
@@ -390,11 +394,13 @@ def form_settings(
     if group_size is not None:
         check_size("group_size", group_size, least=1)
     check_flag("symmetric", symmetric)
+    if reader is not None and reader.has_blocks and group_size == _GROUP_SIZE:
+        group_size = BLOCK  # There is no other size, so the default is not an error.
     if reader is not None:
         _check_readable(reader, names, group_size, activations)
     settings = FormSettings(
         tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations),
-        symmetric or reader is not None, reader,
+        symmetric, reader,
     )  # fmt: skip
     if activations is not None and not any(form.is_quantized for form in settings.forms):
         raise ValueError(
@@ -418,8 +424,10 @@ def _check_readable(reader: Reader, names: tuple[str, ...], group_size: int | No
         raise ValueError(
             f"form {refused[0]!r} is not held by reader={reader.name!r}: use some of {', '.join(map(repr, readable))}"
         )
-    if group_size is not None and reader.group_sizes is not None and group_size not in reader.group_sizes:
-        sizes = ", ".join(map(str, reader.group_sizes))
-        raise ValueError(f"group_size={group_size} is not held by reader={reader.name!r}: use None or one of {sizes}")
+    sizes: tuple[int | None, ...] = reader.group_sizes or (group_size,)
+    sizes = sizes if reader.has_blocks else (None, *sizes)
+    if group_size not in sizes:
+        choices = f"{sizes[0]}" + (f" or one of {', '.join(map(str, sizes[1:]))}" if sizes[1:] else "")
+        raise ValueError(f"group_size={group_size} is not held by reader={reader.name!r}: use {choices}")
     if activations is not None:
         raise ValueError(f"activations={activations!r} is not held by reader={reader.name!r}: leave activations out")

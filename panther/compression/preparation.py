@@ -498,7 +498,9 @@ class _Weights:
 
     def _round(self, group: Sequence["_Fitted"]) -> None:
         tasks = [fitted.rounding for fitted in group if fitted.rounding is not None]
-        self._add(group, fit_quantized(tasks, self.settings.group_size, symmetric=self.settings.symmetric))
+        self._add(
+            group, fit_quantized(tasks, self.settings.group_size, symmetric_widths=self.settings.symmetric_widths)
+        )
 
     def _add(self, group: Sequence["_Fitted"], codes: Sequence[Mapping[int, QuantizedFit]]) -> None:
         for fitted, target_codes in zip(group, codes, strict=True):

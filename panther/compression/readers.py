@@ -1,10 +1,14 @@
-"""What the programs that read the format compressed-tensors hold, as one table.
+"""What the programs that read the formats compressed-tensors and GGUF hold, as one table.
 
-:func:`panther.compress` with ``target=`` fits only this, and ``panther export --to compressed-tensors`` writes only
-this. All grids are symmetric and stored by groups of neighbouring columns, and embeddings are dense.
+:func:`panther.compress` with ``target=`` fits only this, and ``panther export --to`` either format writes only this.
+Grids are stored by groups of neighbouring columns. In compressed-tensors all grids are symmetric, and embeddings are
+dense.
 """
 
-__all__ = ["FORMATS", "READERS", "Reader", "decodes_in_silence", "reader_of", "why_weight_is_read"]
+__all__ = [
+    "BLOCK", "FORMATS", "READERS", "Reader", "block_bytes", "decodes_in_silence", "default_reader", "reader_of",
+    "why_weight_is_read",
+]  # fmt: skip
 
 import ast
 import inspect
@@ -18,8 +22,8 @@ from typing import Any
 
 from torch import nn
 
-FORMATS = ("compressed-tensors",)
-"""Formats of other programs for which :func:`panther.compress` can fit a model."""
+BLOCK = 32
+"""Columns of a block of GGUF, which share a scale."""
 
 _WORD = 32  # bits of an integer in which codes are packed
 _INITIALIZES = re.compile(r"init|reset|tie")
@@ -40,6 +44,10 @@ class Reader:
             gives all layers one width for such a reader.
         packs_heads: Whether the layer that computes a model's logits may be quantized.
         takes_adapters: Whether a correction of low rank may be written as an adapter of PEFT.
+        format: The format of the files that the program reads, a value of ``target``.
+        zero_point_widths: Widths whose groups may have zero points; the grids of all other widths are symmetric.
+        has_blocks: Whether rows are stored in blocks of 32 columns, which need not belong to an nn.Linear: tables of
+            embeddings have them too.
     """
 
     name: str
@@ -50,6 +58,19 @@ class Reader:
     fused: tuple[tuple[str, ...], ...]
     packs_heads: bool
     takes_adapters: bool
+    format: str = "compressed-tensors"
+    zero_point_widths: tuple[int, ...] = ()
+    has_blocks: bool = False
+
+    @property
+    def builds_modules(self) -> bool:
+        """Return whether the program is written in torch, and puts its own layers into a model of transformers."""
+        return not self.has_blocks
+
+    @property
+    def held_classes(self) -> str:
+        """Return the names of the classes of layers that the program holds in codes."""
+        return "nn.Linear and nn.Embedding" if self.has_blocks else "nn.Linear"
 
     @property
     def has_one_width(self) -> bool:
@@ -58,17 +79,18 @@ class Reader:
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
         """Return whether the reader holds codes in the place of layers of these classes."""
-        return all(isinstance(layer, nn.Linear) for layer in layers)
+        kinds = (nn.Linear, nn.Embedding) if self.has_blocks else nn.Linear
+        return all(isinstance(layer, kinds) for layer in layers)
 
     def why_no_group(self, columns: int, group_size: int | None) -> str | None:
         """Return why the reader does not hold groups of ``group_size`` columns (None: entire rows); None if it does."""
-        if group_size is None or group_size >= columns:
+        if (group_size is None or group_size >= columns) and not self.has_blocks:
             return None
-        if columns % group_size:
+        if group_size is not None and columns % group_size:
             return f"has rows of {columns} columns, which groups of {group_size} do not divide"
         if self.group_sizes is not None and group_size not in self.group_sizes:
             sizes = ", ".join(map(str, self.group_sizes))
-            return f"has groups of {group_size} columns, and {self.name} holds groups of {sizes}"
+            return f"has groups of {group_size or columns} columns, and {self.name} holds groups of {sizes}"
         return None
 
     def widths_of(self, columns: int, group_size: int | None, widths: Sequence[int | None]) -> tuple[int, ...]:
@@ -78,7 +100,7 @@ class Reader:
         one, see :func:`decodes_in_silence`.
         """
         held = [bits for bits in widths if bits is not None and bits in self.widths]
-        if self.has_one_width:
+        if self.has_one_width or not self.builds_modules:
             return tuple(held)
         pairs = [(wider, first_group) for wider in held for first_group in (None, group_size)]
         return tuple(
@@ -97,9 +119,26 @@ READERS = {
             "vllm", "not run; from its source", False, (4, 8), (32, 64, 128),
             (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")), False, False,
         ),
+        Reader(
+            "llama.cpp", "not run; from the tables of gguf 0.19.0", False, (4, 5, 8), (BLOCK,), (), True, False, "gguf",
+            zero_point_widths=(4, 5), has_blocks=True,
+        ),
     )
 }  # fmt: skip
 """The readers by name."""
+
+FORMATS = tuple(dict.fromkeys(reader.format for reader in READERS.values()))
+"""Formats of other programs for which :func:`panther.compress` can fit a model."""
+
+
+def default_reader(format_name: str) -> str:
+    """Return the name of the reader of a format that is meant if no reader is named."""
+    return next(name for name, reader in READERS.items() if reader.format == format_name)
+
+
+def block_bytes(bits: int, *, is_symmetric: bool) -> int:
+    """Return the bytes of a block of GGUF: its codes, a scale, and unless it is symmetric a minimum, both of fp16."""
+    return BLOCK * bits // 8 + (2 if is_symmetric else 4)
 
 
 def reader_of(name: str) -> Reader:

@@ -11,7 +11,7 @@ __all__ = [
     "total_bytes", "total_loss",
 ]  # fmt: skip
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,15 @@ class FormSettings:
     reader: Reader | None = None
 
     @property
+    def symmetric_widths(self) -> tuple[int, ...]:
+        """Return the widths of codes whose zero point is the middle code: those for which the reader has no other."""
+        widths = {form.bits for form in self.forms if form.bits is not None}
+        free: Collection[int] = (
+            () if self.symmetric else widths if self.reader is None else self.reader.zero_point_widths
+        )
+        return tuple(widths.difference(free))
+
+    @property
     def forms(self) -> tuple["Form", ...]:
         """Return the forms."""
         return tuple(map(form_named, self.names))
@@ -125,10 +134,12 @@ class FormSettings:
             return None
         name = self.reader.name
         if not self.reader.holds(target.modules):
-            return f"is of class {target.class_name}, and reader={name!r} holds codes of nn.Linear only"
+            return (
+                f"is of class {target.class_name}, and reader={name!r} holds codes of {self.reader.held_classes} only"
+            )
         if is_head and not self.reader.packs_heads:
             return f"computes the logits, and reader={name!r} does not hold such a layer in codes"
-        reasons = (why_weight_is_read(model, name) for name in target.names)
+        reasons = (why_weight_is_read(model, name) for name in target.names if self.reader.builds_modules)
         return next(filter(None, reasons), None) or self.reader.why_no_group(target.inner, self.group_size)
 
     @property

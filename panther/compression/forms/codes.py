@@ -19,7 +19,7 @@ __all__ = [
     "fit_quantized", "join_weights", "quantize_weights", "round_entries", "sensitivity",
 ]  # fmt: skip
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from panther.compression.calibration.targets import Target
 from panther.compression.forms.base import Form, FormSettings, Option, Replacement, TargetFit, register, replace_layers
 from panther.compression.forms.metric import Fit, Metric, QuantizedFit, QuantizedWeight, factor
+from panther.compression.readers import BLOCK, block_bytes
 from panther.nn import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear
 from panther.nn.quantized.matrix import QuantizedMatrix, quantization_grid, round_factors
 
@@ -53,7 +54,11 @@ class Codes(Form):
         self.name, self.bits = f"int{bits}", bits
 
     def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
-        """Return the bytes of codes, scales and zeros."""
+        """Return the bytes of codes, scales and zeros, in the files of the reader if it has blocks."""
+        if settings.reader is not None and settings.reader.has_blocks:
+            is_symmetric = self.bits in settings.symmetric_widths
+            blocks = target.groups * target.outer * -(-target.inner // BLOCK)
+            return blocks * block_bytes(self.bits, is_symmetric=is_symmetric)
         return target.kind.code_bytes(target, self.bits, rank, settings.group_size)
 
     def loss(self, fit: TargetFit, option: Option) -> tuple[float, float] | None:
@@ -325,7 +330,7 @@ class RoundingTask:
 
 
 def fit_quantized(
-    tasks: Sequence[RoundingTask], group_size: int | None, *, symmetric: bool = False
+    tasks: Sequence[RoundingTask], group_size: int | None, *, symmetric_widths: Collection[int] = ()
 ) -> list[dict[int, QuantizedFit]]:
     """Round the weights of tasks of one kind to their widths, and split each rounding error into components.
 
@@ -340,7 +345,7 @@ def fit_quantized(
     fits = []
     matrices = [len(task.metric.source) for task in tasks]
     widths = [task.widths for task, count in zip(tasks, matrices, strict=True) for _ in range(count)]
-    quantized = iter(quantize_weights(W, A, G, widths, group_size, symmetric=symmetric))
+    quantized = iter(quantize_weights(W, A, G, widths, group_size, symmetric_widths=symmetric_widths))
     for task, count in zip(tasks, matrices, strict=True):
         matrix_weights = [next(quantized) for _ in range(count)]
         weights = {bits: join_weights([weight[bits] for weight in matrix_weights]) for bits in task.widths}
@@ -392,7 +397,7 @@ def quantize_weights(
     widths: Sequence[Sequence[int]],
     group_size: int,
     *,
-    symmetric: bool = False,
+    symmetric_widths: Collection[int] = (),
 ) -> list[dict[int, QuantizedWeight]]:
     r"""Round each matrix to each of its widths, in bits, such that :math:`\operatorname{tr}(G E A E^T)` is small.
 
@@ -408,7 +413,7 @@ def quantize_weights(
     # In float32, rounding differs from float64 only within a few units of a tie, for at most 2^-20 of the entries, and
     # near a tie both directions are equally good.
     sorted_weights = W[each, rows, columns].to(torch.float32)
-    grids = _grids(W, widths, group_size, symmetric)
+    grids = _grids(W, widths, group_size, symmetric_widths)
     pairs = [(matrix, bits) for matrix in range(matrices) for bits in widths[matrix]]
     quantized: list[dict[int, QuantizedWeight]] = [{} for _ in range(matrices)]
     count = max(1, JOINT_ENTRIES // max(1, outer * inner))
@@ -426,16 +431,15 @@ def quantize_weights(
 
 
 def _grids(
-    W: Tensor, widths: Sequence[Sequence[int]], group_size: int, symmetric: bool
+    W: Tensor, widths: Sequence[Sequence[int]], group_size: int, symmetric_widths: Collection[int]
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     """Return scales and zeros, (outer, groups) each, for each matrix and each of its widths."""
     grids: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for bits in sorted({bits for matrix_widths in widths for bits in matrix_widths}):
         matrices = [matrix for matrix, matrix_widths in enumerate(widths) if bits in matrix_widths]
         weights = W if len(matrices) == len(W) else W[matrices]
-        scales, zeros = (
-            x.split(W.shape[1]) for x in quantization_grid(weights.flatten(0, 1), bits, group_size, symmetric=symmetric)
-        )
+        grid = quantization_grid(weights.flatten(0, 1), bits, group_size, symmetric=bits in symmetric_widths)
+        scales, zeros = (x.split(W.shape[1]) for x in grid)
         pairs = zip(scales, zeros, strict=True)
         grids |= {(matrix, bits): grid for matrix, grid in zip(matrices, pairs, strict=True)}
     return grids

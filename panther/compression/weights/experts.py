@@ -402,7 +402,9 @@ class ExpertsKind(MatrixKind):
             part_codes: Mapping[int, QuantizedFit] = {}
             if widths:
                 (part_codes,) = fit_quantized(
-                    [RoundingTask(metric, widths, 0, 0, dtype)], settings.group_size, symmetric=settings.symmetric
+                    [RoundingTask(metric, widths, 0, 0, dtype)],
+                    settings.group_size,
+                    symmetric_widths=settings.symmetric_widths,
                 )
             fits.append(TargetFit(components, part_codes))
         codes = {

@@ -326,7 +326,7 @@ class TableKind(LinearKind):
         for rows, W in _blocks(target):
             losses[None] += _losses(W, moments, rows)
             for bits in widths:
-                grid = quantization_grid(W, bits, size, symmetric=settings.symmetric)
+                grid = quantization_grid(W, bits, size, symmetric=bits in settings.symmetric_widths)
                 codes = (
                     quantize(W, *grid, size, bits)
                     if coefficients is None

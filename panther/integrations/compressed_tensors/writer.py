@@ -98,6 +98,10 @@ def write_compressed_tensors(
             "from a config.json of transformers: use another format"
         )
     folder, checked_reader = Path(dir), reader_of(reader)
+    if checked_reader.format != "compressed-tensors":
+        raise PantherError(
+            f"reader {reader!r} reads {checked_reader.format}: use panther export --to {checked_reader.format}"
+        )
     if folder.is_dir() and any(folder.iterdir()):
         raise PantherError(f"{folder} is not empty, and might hold another model: give a new folder, or clear it")
     layers = _checked_layers(model, checked_reader)
