@@ -136,6 +136,21 @@ def test_a_layer_prepares_its_product_once_and_follows_every_change(monkeypatch)
         assert layer(x).shape == (2, 3, 48)
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, bias):
+        return 2 * bias
+
+
+@needs_compiler
+def test_a_product_is_not_kept_with_a_bias_that_is_computed():
+    layer, x = QuantizedLinear(64, 48, 4, group_size=32), torch.randn(2, 64)
+    torch.nn.utils.parametrize.register_parametrization(layer, "bias", Doubled())
+    with torch.no_grad():
+        output = layer(x)
+        layer.parametrizations.bias.original.add_(1)
+        torch.testing.assert_close(layer(x), output + 2)
+
+
 @needs_compiler
 def test_a_prepared_layer_still_differentiates_casts_and_refuses():
     layer, x = QuantizedLinear(64, 48, 4, group_size=32), torch.randn(2, 64)

@@ -118,6 +118,7 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
         x, bias = autocast(input.device, input, self.bias)
         weight, is_trained = self._operands(), self.trains_scales
         may_prepare = is_eager and self._product is None and x is input and not (is_trained or self.activations)
+        may_prepare = may_prepare and bias is parameters_of(self).get("bias")  # not computed from other tensors
         if may_prepare and (product := prepared_product(x, weight, bias)) is not None:
             self._product = product, self._addresses()
         # The packed copy is not for layers in training, because each change of scales would need a new copy.
