@@ -6,7 +6,7 @@ from compressed_layers import every_layer
 from tolerances import assert_close
 from torch import nn
 
-from panther.nn import QuantizedExperts, QuantizedLinear, SKLinear
+from panther.nn import MonarchLinear, QuantizedExperts, QuantizedLinear, SKLinear
 from panther.nn.protocol import CompressedModule, allow_saving, allowed_layers, compressed_layers, recorded_class
 
 # A warning of torch about its own convolution, which the plain layer of conv1d is.
@@ -47,8 +47,11 @@ def test_shards_are_tensors_of_the_layer(kind):
     if layer.packed:
         layer.unpack_()  # as tensor parallelism does
     for dim, dims in layer.sharded_dims.items():
-        size = (layer.out_features, layer.in_features)[dim]
-        assert all(tensor.shape[dims[name]] == size for name, tensor in layer.stored().items() if name in dims)
+        sizes = {(layer.out_features, layer.in_features)[dim]}
+        if isinstance(layer, MonarchLinear):  # whole blocks of inputs, each of some ranks, or an output of each block
+            inputs, outputs = layer.num_blocks
+            sizes |= {inputs, inputs * layer.rank} if dim else {-(-layer.out_features // outputs)}
+        assert all(tensor.shape[dims[name]] in sizes for name, tensor in layer.stored().items() if name in dims)
 
 
 def test_a_product_is_added_by_a_larger_rank_where_that_is_smaller():
