@@ -29,7 +29,7 @@ _TEXTS = {"str", "Literal", "tuple"}  # The class of a tuple divides a text at i
 _LISTS = {"Sequence", "Selector"}
 _MARKUP = re.compile(r":[\w:]+:`~?(?:[\w.]+\.(?=\w))?([^`<]+?)(?: <[^`]*>)?`|``([^`]*)``")
 _LONGEST_METAVAR = 45  # characters; longer lists of choices are in the help
-_LISTED_VALUE = re.compile(r'(?:^|[:.,;] | or )``"(\w[\w+-]*)"``')
+_LISTED_VALUE = re.compile(r'(?:^|[:.,;] | or )``"(\w[\w.+-]*)"``')
 
 
 class _Setting(NamedTuple):

@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 _CONFIG = "compression.config:CompressConfig"
 _FOLDER = "integrations.folders.compress:compress_folder"
 _SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
+_FORMS = (
+    "forms", "include", "exclude", "allow_slower", "group_size", "symmetric", "activations", "rank_multiple", "reader",
+)  # fmt: skip
 _STREAMED = ("scratch_dir",)
 
 
@@ -47,21 +50,24 @@ def add_parser(commands: Any) -> None:
         "batches to calibrate it on",
     )
     documentation = ("compression:compress",)
-    size = parser.add_mutually_exclusive_group(required=True)
+    size = parser.add_argument_group("size, one of").add_mutually_exclusive_group(required=True)
     add_settings(size, _CONFIG, *_SIZES, described_in=documentation)
+    data = parser.add_argument_group("data")
     help_text = "a text file, one sample a line, or module:function, which returns batches"
-    add_option(parser, "--calibration", str, help_text, metavar="TEXT")
+    add_option(data, "--calibration", str, help_text, metavar="TEXT")
+    add_option(data, "--max-length", whole_number(2), "tokens of a sample", 128)
+    add_option(data, "--batch-size", positive, "samples of a batch", 16)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
     # --reader implies the format, the setting "target".
-    add_settings(parser, _CONFIG, described_in=documentation, without=(*_SIZES, "target"), seed=0)
+    add_settings(parser.add_argument_group("forms"), _CONFIG, *_FORMS, described_in=documentation)
+    advanced = parser.add_argument_group("advanced")
+    add_settings(advanced, _CONFIG, described_in=documentation, without=(*_SIZES, *_FORMS, "target"), seed=0)
     help_text = "steps of distillation afterwards"
-    parser.add_argument("--heal", dest="heal_steps", type=positive, metavar="STEPS", help=help_text)
+    advanced.add_argument("--heal", dest="heal_steps", type=positive, metavar="STEPS", help=help_text)
     help_text = "hold one block of the model in memory at a time, and the rest on disk in --out or --scratch-dir"
     parser.add_argument("--stream", action="store_true", help=f"{help_text}; for a folder")
     add_settings(parser.add_argument_group("with --stream"), _FOLDER, *_STREAMED)
     add_old_spelling(parser, "--scratch", "--scratch-dir")
-    add_option(parser, "--max-length", whole_number(2), "tokens of a sample", 128)
-    add_option(parser, "--batch-size", positive, "samples of a batch", 16)
     add_option(parser, "--report", str, "write the report as JSON as well", metavar="FILE")
     add_option(parser, "--plot", str, "draw it, to a .svg, .png or .pdf", metavar="FILE")
     parser.set_defaults(run=run)

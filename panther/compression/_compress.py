@@ -145,15 +145,14 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
     directions of the output, W is approximated in the norm whose square is :math:`\operatorname{tr}(G \Delta A
     \Delta^T)`, and bytes go where they gain most.
 
+    The arguments have four groups: one size (``budget`` to ``max_latency_ms``), the data (``calibration`` to
+    ``group``), the forms (``forms`` to ``reader``), and what few models need (from ``method`` on).
+
     Args:
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
         budget: Bytes of the eligible layers' weights to keep, as a fraction in (0, 1]; layers that stay dense count in
             full, biases do not count. Exactly one of ``budget``, ``bits``, ``max_bytes``, ``max_error``, ``speedup``
             and ``max_latency_ms`` must be given.
-        calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
-            is fed to the model, a tuple or list as its arguments, a dict as its keywords. Each forward gets a copy,
-            which it may change, and starts from the same random numbers, buffers and attributes. A model of
-            sentence-transformers takes texts in one list, lists of texts, or the features of ``model.preprocess``.
         bits: The size as an average number of bits for each eligible weight, scales and factors included; weights of
             embeddings are eligible if ``forms`` has widths.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
@@ -162,6 +161,19 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             the layer's input in this batch; the forms with the smallest loss are chosen, whatever their bytes.
         max_latency_ms: Largest time of the model for the first held-out batch, in milliseconds, with torch's present
             number of threads.
+        calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
+            is fed to the model, a tuple or list as its arguments, a dict as its keywords. Each forward gets a copy,
+            which it may change, and starts from the same random numbers, buffers and attributes. A model of
+            sentence-transformers takes texts in one list, lists of texts, or the features of ``model.preprocess``.
+        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. If the output is
+            a mapping, ``logits``, ``scores``, ``sentence_embedding`` or ``last_hidden_state`` is compared; otherwise it
+            is the first floating tensor that is not a single number (a loss is one). The report's ``output`` names it.
+        loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.
+        mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
+            ``batch["attention_mask"]`` and, for the positions of a decoder, ``batch["decoder_attention_mask"]``, where
+            a batch has them. One or two forwards of a shorter batch show which layers have which positions.
+        group: Ranks that each hold the same model and different batches; moments and errors are summed over the ranks.
+            With ``heal`` it must have all ranks.
         forms: Forms that a layer may take. Each layer gets the form with the largest gain per byte or per second.
             ``"dense"``: the layer does not change. ``"low_rank"``: factors in the layer's dtype. ``"interpolative"``:
             a matrix of low rank, stored as some rows or columns of it and the coefficients of the remaining ones, which
@@ -172,20 +184,23 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             correction. Embeddings, and heads that share their weight, take ``"dense"`` and widths without a
             correction. None allows ``"dense"``, ``"low_rank"``, ``"interpolative"`` and all widths without a
             correction.
+        include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
+            module and its name, or a sequence of these.
+        exclude: No layers that match.
         allow_slower: Whether layers may take forms that were measured below 0.8 of the dense layer's speed. True: they
             may. False: never. None: if ``forms`` is given, they may; if it is not, they may only where the size cannot
             be reached otherwise, or where slower forms halve the held-out error (the bytes, with ``max_error``), and
             the report has a note; embeddings may in any case. Without batches or ``measure_speed`` nothing is timed,
             and None is True.
-        rank_multiple: Ranks are multiples of this even number, because aligned products are faster; a weight with room
-            for fewer than eight such ranks has even ranks.
         group_size: Columns of a quantized weight that share a scale; None is an entire row.
-        activations: ``"int8"``: quantized linear layers round their inputs to 8 bits and multiply integers, which is
-            faster from tens of rows on and adds about 1 % of error to each layer's output. Measured errors and times
-            include this error, and predicted errors do not; see :class:`~panther.nn.QuantizedLinear`.
         symmetric: Whether quantized weights have the middle code for zero in every group, as engines with signed codes
             need it, instead of a zero point for each group. In 4 bits and groups of 128, the squared error of normal
             weights is 1.16 times as large.
+        activations: ``"int8"``: quantized linear layers round their inputs to 8 bits and multiply integers, which is
+            faster from tens of rows on and adds about 1 % of error to each layer's output. Measured errors and times
+            include this error, and predicted errors do not; see :class:`~panther.nn.QuantizedLinear`.
+        rank_multiple: Ranks are multiples of this even number, because aligned products are faster; a weight with room
+            for fewer than eight such ranks has even ranks.
         target: ``"compressed-tensors"``: fit only what this format and its reader hold, so that ``panther export --to
             compressed-tensors`` writes the model without loss. Grids are symmetric; embeddings, convolutions and
             layers whose columns ``group_size`` does not divide stay dense. ``"gguf"``: the same for files of llama.cpp,
@@ -194,27 +209,15 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         reader: The program that will read the format: ``"transformers"`` (the default for compressed-tensors),
             ``"vllm"``, whose layers get one width, because it fuses some of them, or ``"llama.cpp"``, the only one for
             GGUF. It implies ``target``.
-        include: Only layers that match: a type (which also admits subclasses), a glob of names, a function of the
-            module and its name, or a sequence of these.
-        exclude: No layers that match.
         method: ``"two_sided"``: the norm above. ``"activation"``: the norm with G the identity, as in GPTQ, in less
             time because no backward pass is needed. ``"svd"``: the norm with A and G the identity. ``"random"``: seeded
             sketches and the unbiased estimator, which destroys a trained model; for comparison.
         allocate: ``"global"`` or ``"uniform"`` forms and ranks; None is global for two_sided and uniform for the
             remaining methods. Where global does worse than uniform on the held-out batches, uniform is used, and the
             report says so.
-        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. If the output is
-            a mapping, ``logits``, ``scores``, ``sentence_embedding`` or ``last_hidden_state`` is compared; otherwise it
-            is the first floating tensor that is not a single number (a loss is one). The report's ``output`` names it.
-        loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.
-        mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
-            ``batch["attention_mask"]`` and, for the positions of a decoder, ``batch["decoder_attention_mask"]``, where
-            a batch has them. One or two forwards of a shorter batch show which layers have which positions.
         heal: Distil the original into the compressed model afterwards; see :class:`~panther.compression.HealConfig`.
         statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is half
             of the free memory of the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
-        group: Ranks that each hold the same model and different batches; moments and errors are summed over the ranks.
-            With ``heal`` it must have all ranks.
         seed: Seed of random directions, sketches and healing; None draws one from torch's default CPU generator.
         measure_speed: Whether to time the layers and the model before and after.
         progress: Whether to show progress on standard error; None shows it on a terminal.
