@@ -60,7 +60,7 @@ def logdet(
         ValueError: If A + shift I is not positive definite, or ``shift`` is not that of the preconditioner.
 
     Warns:
-        NumericalWarning: If further steps would change the result by more than the spread over the vectors.
+        NumericalWarning: If further steps would change the result by more than rounding and the vectors' spread.
 
     Cost: a product of A with ``probes`` vectors for each step. Memory beyond A: ``probes (5 n + max_iter^2)``
     numbers.
@@ -96,15 +96,15 @@ def logdet(
         return TraceEstimate(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
     signs = SignSketch(n, probes, seed=seed, stream=_STREAM, scale=False, device=operand.device).dense().double()
     values, later_changes = _lanczos_logs(multiply, signs, max_iter)
-    if bool(later_changes > values.std()):
+    value = values.mean() + (0.0 if M is None else M.logdet())
+    rounding = torch.finfo(operand.dtype).eps * (n + value.abs())
+    if bool(later_changes > torch.maximum(values.std(), rounding)):
         warnings.warn(
             f"after max_iter={max_iter} steps log det would change by {float(later_changes):.1e} or more: use a "
             "preconditioner, a larger shift or a larger max_iter",
             NumericalWarning,
             stacklevel=3,  # names the caller of the driver
         )
-    value = values.mean() + (0.0 if M is None else M.logdet())
-    rounding = torch.finfo(operand.dtype).eps * (n + value.abs())
     return TraceEstimate(value, (values.var() / probes + later_changes.square() + rounding.square()).sqrt())
 
 
