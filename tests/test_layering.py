@@ -226,6 +226,7 @@ def test_a_small_compression_enters_few_files():
     batches = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     profiler = sys.getprofile()
     for function in (None, note):
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
         sys.setprofile(function or profiler)
         try:
@@ -233,6 +234,7 @@ def test_a_small_compression_enters_few_files():
         finally:
             sys.setprofile(profiler)
     assert "panther/compression/_compress.py" in entered
+    entered.discard("panther/integrations/import_hook.py")  # Python asks it in each search for a module.
     assert len(entered) <= MAXIMUM_ENTERED, sorted(entered)
 
 
