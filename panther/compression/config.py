@@ -395,7 +395,7 @@ def form_settings(
         check_size("group_size", group_size, least=1)
     check_flag("symmetric", symmetric)
     if reader is not None and reader.has_blocks and group_size == _GROUP_SIZE:
-        group_size = BLOCK  # There is no other size, so the default is not an error.
+        group_size = BLOCK  # The format has this size alone, so that the default of other formats is not an error.
     if reader is not None:
         _check_readable(reader, names, group_size, activations)
     settings = FormSettings(

@@ -323,7 +323,7 @@ def fit_targets(
             weights.add(options_of_part)
             fitted.append(replace(part, moments={}, state={}))
             return_freed_memory()  # of moments and factors
-    if not passes:  # without calibration there are no moments, and the metric is the identity
+    if not passes:  # The metric without calibration is the identity, as moments are missing.
         unmeasured = Gathered({}, dict.fromkeys(survey.targets), 0.0, {})
         plan = weights.plan([unmeasured])
         weights.fit_part(unmeasured, plan, partial(runner.over, description="fits"))

@@ -23,7 +23,7 @@ from panther.nn.sketch_sizes import per_dim
 # and 0.7 to 1.0 times for one row and for 16.
 _FEW_ROWS = range(2, 9)
 # Rows that are multiplied at once, so that what stands between the products stays in the cache, and the outputs are
-# reordered at strides that are no multiple of a page.
+# reordered at strides that are not multiples of a page.
 _ROWS_AT_ONCE = 136
 torch.fx.wrap("monarch_product")  # A symbolic trace must not branch on the input.
 

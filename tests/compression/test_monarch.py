@@ -1,4 +1,4 @@
-"""Monarch layers that pr.sketch_layers_ makes: of which layers and how many numbers, and files and trees of them."""
+"""Monarch layers that pr.sketch_layers_ makes: their layers and numbers, and files and trees of them."""
 
 import copy
 

@@ -1,6 +1,6 @@
 """The batches of a calibration: copies for each forward, positions that count, and the output that is compared.
 
-A batch of sequences has a mask (N, T) of the positions that are no padding, and an encoder-decoder has two, one for
+A batch of sequences has a mask (N, T) of the positions that are not padding, and an encoder-decoder has two, one for
 each side. That a tensor begins with (N, T) does not say that it has the positions of a mask: the decoder's input can be
 as long as the encoder's, the sequence can come first, and an image can have as many patches as a text has words. So the
 model is run once more with each side one position shorter, and what becomes shorter has the positions of that side.
