@@ -72,7 +72,7 @@ def test_every_form_and_engine_has_a_row(deployment):
     assert places == {(form, engine) for engine in cases.ENGINES for form in cases.forms_of(engine)}
 
 
-@pytest.mark.parametrize("target", ["gguf", "tensorrt", "onnx "])
+@pytest.mark.parametrize("target", ["ggml", "tensorrt", "onnx "])
 def test_an_unknown_target_is_one_sentence(target, tmp_path, capsys):
     pr.save_compressed(pr.nn.LowRankLinear(8, 8, 2), tmp_path / "small")
     with pytest.raises(SystemExit):
