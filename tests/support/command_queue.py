@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _PROGRESS_S = 30
-_REMOVED_VARIABLES = ("MAKEFLAGS", "MAKELEVEL", "PYTHONDONTWRITEBYTECODE")
+_REMOVED_VARIABLES = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "PYTHONDONTWRITEBYTECODE")
 _TAIL_CHARACTERS = 60_000
 # An optional command is started only if it is expected to end within the limit with this factor to spare.
 _SAFETY = 1.2
