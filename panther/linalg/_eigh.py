@@ -19,13 +19,12 @@ from panther.linalg._rangefinder import (
     SearchOptions,
     check_n_iter,
     check_rank,
-    krylov_basis,
     krylov_blocks,
     sign_matrix,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, driver
-from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
+from panther.linalg.orthogonal import add_to_basis, core_svd, fix_signs, near_qr, rotate
 from panther.linalg.sharded import as_square
 from panther.sketch import check_seed
 
@@ -204,13 +203,25 @@ def _project(
     else:
         X = operand.matmul(sign_matrix(operand, block, seed))
         operand.check_finite(X)
-        P, Y = krylov_basis(X, operand.matmul, lambda Z: Z, blocks)
+        P, Y = _krylov_basis(operand, X, blocks)
     core = P.mT @ Y
     operand.check_finite(core)
     largest = core.abs().amax((-2, -1), keepdim=True) if core.numel() else 0
     if bool(((core - core.mT).abs() > math.sqrt(torch.finfo(core.dtype).eps) * largest).any()):
         raise ValueError("A must be symmetric: use (A + A.mT) / 2, or randomized_svd")
     return operand, k, seed, P, Y, (core + core.mT) / 2
+
+
+def _krylov_basis(operand: Operand, X: Tensor, blocks: int) -> tuple[Tensor, Tensor]:  # X (*batch, n, b)
+    """Return an orthonormal basis P of the space of X, A X, A^2 X, ..., in blocks, and its image ``A P``."""
+    *batch, n, b = X.shape
+    # Column-major, so that the basis so far is contiguous.
+    P, Y = (X.new_empty(*batch, b * blocks, n).mT for _ in range(2))
+    for start in range(0, b * blocks, b):
+        new = slice(start, start + b)
+        P[..., new] = add_to_basis(X, P[..., :start])
+        Y[..., new] = X = operand.matmul(P[..., new])
+    return P, Y
 
 
 def _core_eigh(core: Tensor) -> tuple[Tensor, Tensor]:

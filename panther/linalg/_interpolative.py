@@ -8,7 +8,6 @@ columns by the coefficient.
 
 __all__ = ["InterpolativeResult", "interpolative"]
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -141,58 +140,49 @@ def interpolative(
     if isinstance(dim, bool) or dim not in (-2, -1, 0, 1):
         raise ValueError(f"dim={dim!r} must be -1 for columns or -2 for rows: use dim=-1")
     seed = check_seed(seed)
-    by_rows = dim in (-2, 0)
-    J, T, skeleton = _select(_Columns(operand, by_rows), most, tol, oversample, seed)
-    result = InterpolativeResult(J, T.mT, skeleton.mT, -2) if by_rows else InterpolativeResult(J, T, skeleton, -1)
+    if dim in (-2, 0):
+        J, T, skeleton = _select(operand.mT, most, tol, oversample, seed)
+        result = InterpolativeResult(J, T.mT, skeleton.mT, -2)
+    else:
+        result = InterpolativeResult(*_select(operand, most, tol, oversample, seed), -1)
     return (result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
-class _Columns:
-    """A matrix whose columns are selected: A, or its transpose."""
+def _columns(operand: Operand, J: Tensor) -> Tensor:  # (k,) -> (m, k)
+    """Return the columns J."""
+    if operand.dense is not None:
+        return operand.dense[:, J]
+    units = torch.zeros(operand.shape[1], len(J), dtype=operand.dtype, device=operand.device)
+    return operand.matmul(units.index_put_((J, torch.arange(len(J), device=J.device)), units.new_ones(())))
 
-    def __init__(self, operand: Operand, by_rows: bool) -> None:
-        self.operand, self.by_rows = operand, by_rows
-        m, n = operand.shape
-        self.shape = (n, m) if by_rows else (m, n)
-        self.multiply: Callable[[Tensor], Tensor] = operand.rmatmul if by_rows else operand.matmul
-        self.multiply_t: Callable[[Tensor], Tensor] = operand.matmul if by_rows else operand.rmatmul
 
-    def select(self, J: Tensor) -> Tensor:  # (k,) -> (m, k)
-        """Return the columns J."""
-        A = self.operand.dense
-        if A is not None:
-            return A[J].mT if self.by_rows else A[:, J]
-        units = torch.zeros(self.shape[1], len(J), dtype=self.operand.dtype, device=self.operand.device)
-        return self.multiply(units.index_put_((J, torch.arange(len(J), device=J.device)), units.new_ones(())))
-
-    def pivots(self, width: int, oversample: int, seed: int) -> tuple[Tensor, int]:
-        """Return an order of the columns by pivoted QR of a sketch, and the rank of the sketch, at most ``width``."""
-        m, d = self.shape[0], min(width + oversample, self.shape[0])
-        if d < m:
-            sketch = self.multiply_t(sign_matrix(self.operand, d, seed, m)).mT
-        elif (A := self.operand.dense) is not None:
-            sketch = A.mT if self.by_rows else A
-        else:
-            sketch = self.multiply_t(torch.eye(m, dtype=self.operand.dtype, device=self.operand.device)).mT
-        self.operand.check_finite(sketch)
-        _, R, order = cqrrpt(sketch, rtol=min(0.5, max(d, 1) * torch.finfo(sketch.dtype).eps), seed=seed)
-        return order, min(len(R), width)
+def _pivots(operand: Operand, width: int, oversample: int, seed: int) -> tuple[Tensor, int]:
+    """Return an order of the columns by pivoted QR of a sketch, and the rank of the sketch, at most ``width``."""
+    m = operand.shape[0]
+    d = min(width + oversample, m)
+    if d == m and operand.dense is not None:
+        sketch = operand.dense
+    else:
+        sketch = operand.rmatmul(sign_matrix(operand.mT, d, seed) if d < m else operand.mT.eye()).mT
+    operand.check_finite(sketch)
+    _, R, order = cqrrpt(sketch, rtol=min(0.5, max(d, 1) * torch.finfo(sketch.dtype).eps), seed=seed)
+    return order, min(len(R), width)
 
 
 def _select(
-    A: _Columns, most: int, tol: float | None, oversample: int, seed: int
+    operand: Operand, most: int, tol: float | None, oversample: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # (k,), (k, n), (m, k)
     """Return the indices of columns, the coefficients of all columns, and the selected columns."""
-    n, k = A.shape[1], most
+    n, k = operand.shape[1], most
     width = most if tol is None else min(most, _FIRST_WIDTH)
     probed, allowed = None, 0.0
     if tol is not None:
-        S = GaussianSketch(_PROBES, n, seed=seed, stream=1, dtype=A.operand.dtype, device=A.operand.device)
-        probed, values = A.multiply(S.dense().mT), A.operand.values
+        S = GaussianSketch(_PROBES, n, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
+        probed, values = operand.matmul(S.dense().mT), operand.values
         allowed = tol * float(probed.double().norm() if values is None else frobenius_norm(values))
     while True:
-        order, rank = A.pivots(width, oversample, seed)
-        Q, R = _qr(A.select(order[:rank]))
+        order, rank = _pivots(operand, width, oversample, seed)
+        Q, R = _qr(_columns(operand, order[:rank]))
         if probed is None:
             break
         k, enough = _needed(Q, probed, allowed)
@@ -201,15 +191,15 @@ def _select(
             break
         width = min(most, 2 * width)
     for _ in range(_ROUNDS):
-        B = A.multiply_t(Q[:, :rank])[order[rank:]].double()  # (n - rank, rank)
+        B = operand.rmatmul(Q[:, :rank])[order[rank:]].double()  # (n - rank, rank)
         C = torch.linalg.solve_triangular(R[:rank, :rank].double().mT, B, upper=False, left=False)
         if not _exchange(order, C):
             break
-        Q, R = _qr(A.select(order[:rank]))
-    T = torch.zeros(k, n, dtype=A.operand.dtype, device=order.device)
+        Q, R = _qr(_columns(operand, order[:rank]))
+    T = torch.zeros(k, n, dtype=operand.dtype, device=order.device)
     T[:rank, order[rank:]] = C.mT.to(T.dtype)
     T[:, order[:k]] = torch.eye(k, dtype=T.dtype, device=T.device)
-    return order[:k], T, A.select(order[:k])
+    return order[:k], T, _columns(operand, order[:k])
 
 
 def _needed(Q: Tensor, probed: Tensor, allowed: float) -> tuple[int, bool]:

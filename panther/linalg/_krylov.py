@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from panther.linalg._ranks import ALONE, Ranks
-from panther.linalg.operand import Operand, frobenius_norm
+from panther.linalg.operand import Operand, frobenius_norm, power_of_two
 from panther.linalg.orthogonal import add_to_basis, core_svd, near_qr
 
 # n_iter="auto" takes at least three blocks, because the estimate compares the last two, and at most nine.
@@ -64,34 +64,19 @@ class KrylovSpace:
         if self.eigenpairs is None:
             return self.triplets_by_qr(lambda _: k)
         values, W = (part[..., :k] for part in self.eigenpairs)
-        above = values > _GRAM_REACH**2 * values[..., :1]
-        r = int(above.sum(-1).amin()) if values.numel() else 0
-        if r < k and dtype == torch.float64:
+        if bool((values <= _GRAM_REACH**2 * values[..., :1]).any()):
             return self.triplets_by_qr(lambda _: k)
-        image, S = _rotated(self.Y, W), values[..., :r].sqrt()
-        U = image[..., :r] / S[..., None, :]
-        if r and float((S[..., 0] / S[..., -1]).max()) > _CLEAN[dtype]:
-            # U has the condition of rounding in G only: one round of CholeskyQR makes it orthonormal to rounding.
-            gram = U.mT @ U
-            R, info = torch.linalg.cholesky_ex(gram, upper=True)
-            eye = torch.eye(r, dtype=gram.dtype, device=gram.device)
-            if not bool(((torch.linalg.matrix_norm(gram - eye) <= 0.5) & (info == 0)).all()):
-                return self.triplets_by_qr(lambda _: k)
-            U = torch.linalg.solve_triangular(R, U, upper=True, left=False)
-            if dtype == torch.float64:  # In float32, R S equals S to rounding.
-                left, S, right = torch.linalg.svd(R * S[..., None, :])
-                return _rotated(U, left), S, self.onto(W @ right.mT)
-        if r < k:
-            # The components of the other images outside of U have a small rounding error relative to their size.
-            Q, T, R = near_qr(image[..., r:], U)
-            left, rest, right = core_svd(R)
-            U, S = torch.cat((U, Q @ (T @ left)), -1), torch.cat((S, rest), -1).cummin(-1).values
-            W = torch.cat((W[..., :r], W[..., r:] @ right.mT), -1)
+        S = values.sqrt()
+        U = _rotated(self.Y, W) / S[..., None, :]
+        if values.numel() and float((S[..., 0] / S[..., -1]).max()) > _CLEAN[dtype]:  # U has the rounding of G.
+            Q, T, R = near_qr(U, None, self.ranks)
+            left, S, right = core_svd(R * S[..., None, :])
+            return Q @ (T @ left), S, self.onto(W @ right.mT)
         return U, S, self.onto(W)
 
     def triplets_by_qr(self, rank: Callable[[Tensor], int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first ``rank(S)`` triplets, with accurate small singular values too."""
-        if self.P is None:
+        if self.P is None and self.ranks.size == 1:
             U, S, Vh = torch.linalg.svd(self.Y, full_matrices=False)
             k = rank(S)
             return U[..., :k], S[..., :k], Vh[..., :k, :].mT
@@ -107,38 +92,33 @@ class KrylovSpace:
 
 def whole_space(operand: Operand) -> KrylovSpace:
     """Return the space of all directions."""
-    wide = _is_wide(operand)
-    if operand.dense is not None:
-        return _space(operand, None, operand.dense.mT if wide else operand.dense)
-    return _space(operand, None, (operand.rmatmul if wide else operand.matmul)(operand.eye()))
+    return _space(operand, None, operand.matmul(operand.eye()) if operand.dense is None else operand.dense)
 
 
-def iterate(operand: Operand, start: Tensor, iterations: int) -> KrylovSpace:  # start (*batch, max(m, n), width)
-    """Return the range of ``(A^T A)^iterations A^T start``, for a tall A, by subspace iteration."""
-    wide = _is_wide(operand)
-    multiply, multiply_t = (operand.rmatmul, operand.matmul) if wide else (operand.matmul, operand.rmatmul)
-    P = multiply_t(start)
+def iterate(operand: Operand, start: Tensor, iterations: int) -> KrylovSpace:  # start (*batch, m, width)
+    """Return the range of ``(A^T A)^iterations A^T start`` by subspace iteration."""
+    P = operand.rmatmul(start)
     for _ in range(iterations):  # between products only the range counts, which Householder's Q has in any dtype
-        P = multiply_t(torch.linalg.qr(multiply(torch.linalg.qr(P).Q)).Q)
+        P = operand.rmatmul(torch.linalg.qr(operand.matmul(torch.linalg.qr(P).Q)).Q)
     basis = torch.linalg.qr(P.double()).Q
-    return _space(operand, basis, multiply(basis.to(operand.dtype)))
+    return _space(operand, basis, operand.matmul(basis.to(operand.dtype)))
 
 
 def _space(operand: Operand, P: Tensor | None, Y: Tensor) -> KrylovSpace:
     """Return the space of one block P, None for the identity, with image Y."""
     operand.check_finite(Y)
-    scale = _power_of_two(Y)
+    ranks, scale = operand.ranks, power_of_two(Y, operand.ranks).double()
     Y = Y.double() / scale
     # If Y is about square, its SVD is as fast as an eigendecomposition of G, and small singular values are accurate.
-    direct = P is None and operand.dtype == torch.float64 and min(operand.shape[-2:]) > max(operand.shape[-2:]) / 4
-    return KrylovSpace(P, Y, scale, None if direct else _descending(Y.mT @ Y), 1)
+    direct = (
+        P is None and operand.dtype == torch.float64 and operand.shape[-1] > operand.shape[-2] / 4 and ranks.size == 1
+    )
+    return KrylovSpace(P, Y, scale, None if direct else _descending(ranks.sum(Y.mT @ Y)), 1, ranks)
 
 
-def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovSpace:  # start (*batch, max(m, n), b)
+def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovSpace:  # start (*batch, m, b)
     """Return a space of ``blocks`` blocks. If it is None, add blocks until k triplets gain little from another one."""
-    wide = _is_wide(operand)
-    multiply, multiply_t = (operand.rmatmul, operand.matmul) if wide else (operand.matmul, operand.rmatmul)
-    X = multiply_t(start)
+    ranks, X = operand.ranks, operand.rmatmul(start)
     operand.check_finite(X)
     *batch, n, b = X.shape
     most = blocks or min(_MOST_BLOCKS, n // b)
@@ -152,19 +132,19 @@ def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovS
     for d in range(b, b * most + 1, b):
         new = slice(d - b, d)
         P[..., new] = add_to_basis(X.double(), P[..., : d - b])
-        Z = multiply(P[..., new].to(operand.dtype))
+        Z = operand.matmul(P[..., new].to(operand.dtype))
         operand.check_finite(Z)
-        scale = _power_of_two(Z) if d == b else scale
+        scale = power_of_two(Z, ranks).double() if d == b else scale
         torch.div(Z, scale, out=Y[..., new])
-        inner = Y[..., :d].mT @ Y[..., new]
+        inner = ranks.sum(Y[..., :d].mT @ Y[..., new])
         G[..., :d, new], G[..., new, :d] = inner, inner.mT
         if stopping_rule is not None and d >= max(k, _LEAST_BLOCKS * b):
             eigenpairs = _descending(G[..., :d, :d])
             if stopping_rule.is_enough(G[..., :d, :d], *eigenpairs, scale):
                 break
         if d < b * most:
-            X = multiply_t(_well_conditioned(Y[..., new], G[..., new, new]).to(operand.dtype))
-    return KrylovSpace(P[..., :d], Y[..., :d], scale, eigenpairs or _descending(G[..., :d, :d]), d // b)
+            X = operand.rmatmul(_well_conditioned(Y[..., new], G[..., new, new], ranks).to(operand.dtype))
+    return KrylovSpace(P[..., :d], Y[..., :d], scale, eigenpairs or _descending(G[..., :d, :d]), d // b, ranks)
 
 
 class _StoppingRule:
@@ -219,15 +199,15 @@ class _StoppingRule:
         return bool(enough.all())
 
 
-def _well_conditioned(Y: Tensor, gram: Tensor) -> Tensor:  # (*batch, m, b), (*batch, b, b) -> (*batch, m, b)
-    """Return a well-conditioned basis of the range of Y from Y and its Gram matrix."""
+def _well_conditioned(Y: Tensor, gram: Tensor, ranks: Ranks) -> Tensor:  # (*batch, m, b) and (*batch, b, b)
+    """Return a well-conditioned basis of the range of Y, (*batch, m, b), from Y and its Gram matrix."""
     R, info = torch.linalg.cholesky_ex(gram, upper=True)
     pivots = R.diagonal(dim1=-2, dim2=-1)
     if bool(((info == 0) & (pivots.amin(-1) > _GRAM_REACH * pivots.amax(-1))).all()):
         eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         basis: Tensor = Y @ torch.linalg.solve_triangular(R, eye, upper=True)
         return basis
-    return near_qr(Y)[0]
+    return near_qr(Y, None, ranks)[0]
 
 
 def _descending(G: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,15 +218,3 @@ def _descending(G: Tensor) -> tuple[Tensor, Tensor]:
 def _rotated(Y: Tensor, W: Tensor) -> Tensor:  # (*batch, m, d), (*batch, d, k) -> (*batch, m, k)
     """Return ``Y W``, computed as rows: see :meth:`Operand.matmul`."""
     return (W.mT @ Y.mT).mT
-
-
-def _power_of_two(Y: Tensor) -> Tensor:  # (*batch, m, d) -> (*batch, 1, 1)
-    """Return a power of two near the largest entry, in float64; 1 where Y is zero or float32."""
-    if not Y.numel() or Y.dtype == torch.float32:  # Squares of float32 fit float64.
-        return Y.new_ones(*Y.shape[:-2], 1, 1, dtype=torch.float64)
-    largest = Y.abs().amax((-2, -1), keepdim=True).double()
-    return torch.where(largest > 0, torch.exp2(largest.clamp_min(1e-300).log2().floor()), 1.0)
-
-
-def _is_wide(operand: Operand) -> bool:
-    return operand.shape[-2] < operand.shape[-1]

@@ -1,11 +1,10 @@
 r"""Orthonormal bases that contain most of a matrix: subspace iteration and block Krylov spaces."""
 
 __all__ = [
-    "SearchOptions", "check_n_iter", "check_rank", "check_tol", "krylov_basis", "krylov_blocks", "rangefinder",
+    "SearchOptions", "check_n_iter", "check_rank", "check_tol", "krylov_blocks", "rangefinder",
     "sign_matrix",
 ]  # fmt: skip
 
-from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
@@ -103,30 +102,6 @@ class _Projected:
         return self.Q @ self.operand.ranks.sum(self.Q.mT @ self.operand.matmul(X))
 
 
-def krylov_basis(
-    X: Tensor,  # (*batch, n, b)
-    multiply: Callable[[Tensor], Tensor],  # (*batch, n, b) -> (*batch, m, b)
-    advance: Callable[[Tensor], Tensor],  # (*batch, m, b) -> (*batch, n, b)
-    blocks: int,
-) -> tuple[Tensor, Tensor]:  # (*batch, n, blocks b), (*batch, m, blocks b)
-    r"""Return an orthonormal basis P of a block Krylov space, and its image ``multiply(P)``.
-
-    The first block is the range of X. Each further block is the range of ``advance(multiply(block))``, made orthogonal
-    to all previous blocks. Rounding in ``advance`` changes the basis slightly, but the image is the image of the
-    changed basis.
-    """
-    *batch, n, b = X.shape
-    Z = multiply(Q := add_to_basis(X))
-    # Column-major, so that the basis so far is contiguous.
-    P = X.new_empty(*batch, b * blocks, n).mT
-    Y = X.new_empty(*batch, b * blocks, Z.shape[-2]).mT
-    for start in range(0, b * blocks, b):
-        if start:
-            Z = multiply(Q := add_to_basis(advance(Z), P[..., :start]))
-        P[..., start : start + b], Y[..., start : start + b] = Q, Z
-    return P, Y
-
-
 def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
     """Return width and number of the blocks of a Krylov space for ``width`` = k + oversample and ``n_iter`` iterations.
 
@@ -138,9 +113,9 @@ def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
     return max(1, -(-numerator * width // (denominator * _GRANULE))) * _GRANULE, blocks
 
 
-def sign_matrix(operand: Operand, columns: int, seed: int, rows: int | None = None) -> Tensor:
-    """Return random signs to multiply an operand by, (*batch, n, columns), or with ``rows`` rows instead of n."""
-    rows = operand.shape[-1] if rows is None else rows
+def sign_matrix(operand: Operand, columns: int, seed: int) -> Tensor:
+    """Return random signs to multiply an operand by, (*batch, n, columns)."""
+    rows = operand.shape[-1]
     # The stream of NumPy's Philox is fixed for all versions and platforms. It draws 15 times as fast as the streams of
     # panther.sketch, which can draw a block without the rest.
     words = np.random.Philox(key=seed).random_raw(-(-rows * columns // 64)).astype("<u8", copy=False)

@@ -1,8 +1,7 @@
 r"""Truncated singular value decomposition from a block Krylov space.
 
-With n the smaller dimension, :math:`P \in R^{n \times d}` spans :math:`[A^T\Omega, (A^T A) A^T\Omega, \dots]` and
-:math:`A \approx (A P) P^T`, whose SVD follows from the SVD of the tall A P. A space of a few narrow blocks contains the
-leading singular vectors better than the single wide block of subspace iteration, for fewer products with A.
+A space of a few narrow blocks contains the leading singular vectors better than the single wide block of subspace
+iteration, for fewer products with A.
 """
 
 __all__ = ["SVDResult", "randomized_svd"]
@@ -19,13 +18,12 @@ from panther.linalg._rangefinder import (
     check_n_iter,
     check_rank,
     check_tol,
-    krylov_basis,
     krylov_blocks,
     sign_matrix,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver
-from panther.linalg.orthogonal import add_to_basis, fix_signs, near_qr
+from panther.linalg.orthogonal import fix_signs
 from panther.linalg.sharded import ShardedOperand
 from panther.sketch import GaussianSketch, check_seed
 
@@ -121,6 +119,8 @@ def randomized_svd(
     width = k + check_size("oversample", oversample, least=0)
     iterations = None if n_iter == "auto" else check_n_iter(n_iter)
     seed = operand.ranks.seed(check_seed(seed))
+    is_wide = operand.shape[-2] < operand.shape[-1] and not isinstance(operand, ShardedOperand)
+    operand = operand.mT if is_wide else operand
     space = _search(operand, k, width, iterations, seed)
     if tol is None:
         U, S, V = space.triplets(k, operand.dtype)
@@ -129,7 +129,7 @@ def randomized_svd(
     S = S * space.scale[..., 0]
     U, S, V = U.to(operand.dtype), S.to(operand.dtype), V.to(operand.dtype)
     operand.check_finite(S)
-    if operand.shape[-2] < operand.shape[-1] and not isinstance(operand, ShardedOperand):
+    if is_wide:
         U, V = V, U
     flips = fix_signs(U)
     if operand.ranks.size > 1:
@@ -142,10 +142,14 @@ def randomized_svd(
 
 def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: int) -> KrylovSpace:
     """Return the search space of the triplets."""
-    if isinstance(operand, ShardedOperand):
-        return _search_sharded(operand, width, check_n_iter("auto") if iterations is None else iterations, seed)
-    small_size, large_size = sorted(operand.shape[-2:])
+    large_size, small_size = operand.shape[-2:]
     block, blocks = krylov_blocks(width, check_n_iter("auto") if iterations is None else iterations)
+    if isinstance(operand, ShardedOperand):
+        if block * blocks < min(large_size, small_size):
+            return grow(operand, operand.signs(block, seed), k, blocks)
+        if small_size <= large_size or large_size == 0:
+            return whole_space(operand)
+        return grow(operand, operand.rows_of(torch.eye(large_size, dtype=operand.dtype, device=operand.device)), k, 1)
     if iterations is None:
         tall = small_size <= large_size / 4
         # From this share of all directions on, LAPACK is faster than two iterations, which make many calls.
@@ -155,38 +159,21 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
         # if the products are most of the work.
         if small_size * large_size * width <= _SMALL or (not tall and small_size < 8 * width):
             columns = -(-(width + 2) // 4) * 4
-            return iterate(operand, sign_matrix(operand, columns, seed, large_size), _ITERATIONS)
+            return iterate(operand, sign_matrix(operand.mT, columns, seed), _ITERATIONS)
     elif block * blocks >= small_size:
         return whole_space(operand)
-    return grow(operand, sign_matrix(operand, block, seed, large_size), k, None if iterations is None else blocks)
-
-
-def _search_sharded(operand: ShardedOperand, width: int, iterations: int, seed: int) -> KrylovSpace:
-    """Return a search space of right singular vectors, which every rank has, and their images, sharded by rows."""
-    (m, n), ranks = operand.shape, operand.ranks
-    block, blocks = krylov_blocks(width, iterations)
-    if block * blocks < min(m, n):
-        X = operand.rmatmul(operand.signs(block, seed))
-        operand.check_finite(X)
-        P, Y = krylov_basis(X, operand.matmul, lambda Z: operand.rmatmul(near_qr(Z, None, ranks)[0]), blocks)
-    else:
-        eye = operand.eye()
-        P = eye if n <= m else add_to_basis(operand.rmatmul(operand.rows_of(eye)))
-        Y = operand.matmul(P)
-    operand.check_finite(Y)
-    return KrylovSpace(P.double(), Y.double(), Y.new_ones(1, 1, dtype=torch.float64), None, blocks, ranks)
+    return grow(operand, sign_matrix(operand.mT, block, seed), k, None if iterations is None else blocks)
 
 
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:
     """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
-    m, n = operand.shape[-2:]
-    multiply, size = (operand.rmatmul, m) if m < n and not isinstance(operand, ShardedOperand) else (operand.matmul, n)
+    n = operand.shape[-1]
     probes = GaussianSketch(
-        size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
+        n, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
     )
-    omega = probes.dense().expand(*operand.shape[:-2], size, _TOL_PROBES)
+    omega = probes.dense().expand(*operand.shape[:-2], n, _TOL_PROBES)
     inner = omega.double() if space.P is None else space.P.mT @ omega.double()
-    outside = multiply(omega).double() / space.scale - space.Y @ inner
+    outside = operand.matmul(omega).double() / space.scale - space.Y @ inner
     inside = S.square()
     tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)
     tails += operand.ranks.sum(outside.square().sum((-1, -2)))[..., None] / _TOL_PROBES

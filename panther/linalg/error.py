@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.linalg.operand import Operand, as_operand, check_number, driver, tensor_of
+from panther.linalg.operand import Operand, as_operand, check_number, driver, power_of_two, tensor_of
 from panther.linalg.sharded import ShardedOperand
 from panther.sketch import GaussianSketch, check_seed
 
@@ -110,7 +110,7 @@ def estimate_error(
         raise _shape_error(operand, f"its products have the shape {tuple(approximated.shape)}")
     if not bool(approximated.isfinite().all()):
         raise ValueError("the approximation must be finite and has NaN or infinity: compute it again in float64")
-    unit = ranks.gather(torch.maximum(_unit(exact), _unit(approximated))).amax(0)
+    unit = torch.maximum(power_of_two(exact, ranks), power_of_two(approximated, ranks))
     exact, approximated = exact / unit, approximated / unit  # their difference may overflow otherwise
     error, norm = (ranks.norm(_frobenius(x)) / math.sqrt(probes) for x in (exact - approximated, exact))
     relative = torch.where(error > 0, error / norm, 0.0)
@@ -121,17 +121,9 @@ def estimate_error(
 
 def _frobenius(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch,)
     """Return the Frobenius norm, whose squares neither overflow nor vanish."""
-    unit = _unit(x)
+    unit = power_of_two(x)
     norm: Tensor = (x / unit).flatten(-2).norm(dim=-1) * unit[..., 0, 0]
     return norm
-
-
-def _unit(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)
-    """Return a power of two that divides x exactly, to entries of order 1; 1 where x is zero."""
-    size = x.abs().amax(dim=(-2, -1), keepdim=True) if x.shape[-2] else x.new_zeros(*x.shape[:-2], 1, 1)
-    lowest_exponent = -100 if x.dtype == torch.float32 else -1000
-    exponent = (torch.frexp(size).exponent - 1).clamp(min=lowest_exponent)
-    return torch.where(size > 0, torch.ldexp(torch.ones_like(size), exponent), 1.0)
 
 
 def _quantile(failure: float, probes: int) -> float:

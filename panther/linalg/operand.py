@@ -2,11 +2,12 @@
 
 __all__ = [
     "SAFE_POWER", "SHARDED_KINDS", "Operand", "as_dense", "as_operand", "as_sharded", "check_finite", "check_number",
-    "driver", "frobenius_norm", "summed_product", "tensor_of", "times_two_to",
+    "driver", "frobenius_norm", "power_of_two", "summed_product", "tensor_of", "times_two_to",
 ]  # fmt: skip
 
 import math
 from collections.abc import Callable
+from copy import copy
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -150,6 +151,14 @@ class Operand:
         return self._product(self._transposed, X, self.shape[-1])
 
     @property
+    def mT(self) -> "Operand":
+        """The transpose of a matrix that is not sharded."""
+        other, dense = copy(self), None if self.dense is None else self.dense.mT
+        shape = torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2]))
+        vars(other).update(shape=shape, num_rows=shape[-2], dense=dense, matmul=self.rmatmul, rmatmul=self.matmul)
+        return other
+
+    @property
     def factor(self) -> Any:
         """A in the layout that multiplies fastest: of a sparse tensor on a CPU scipy's CSR, whose transpose is free."""
         if self._factor is None:
@@ -163,10 +172,10 @@ class Operand:
             return self.rmatmul(X)
         return summed_product(X if self.scale == 1 else X * self.scale, self.dense).mT.to(self.dtype)
 
-    def eye(self) -> Tensor:  # (*batch, min(m, n), min(m, n))
-        """Return the identity of the smaller dimension."""
-        size = min(self.shape[-2:])
-        return torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.shape[:-2], size, size)
+    def eye(self) -> Tensor:  # (*batch, n, n)
+        """Return the identity, whose product with A is A."""
+        n = self.shape[-1]
+        return torch.eye(n, dtype=self.dtype, device=self.device).expand(*self.shape[:-2], n, n)
 
     def _product(self, A: Any, X: Tensor, rows: int) -> Tensor:
         if X.shape[-1] == 0 or X.shape[-2] == 0:  # Not all sparse layouts and classes of scipy support empty operands.
@@ -329,6 +338,14 @@ def check_number(name: str, value: Any, rule: str, holds: Callable[[float], bool
     if not holds(number):
         raise ValueError(f"{name}={value!s:.50} must be {rule}: use {fix}")
     return number
+
+
+def power_of_two(x: Tensor, ranks: Ranks = ALONE) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)
+    """Return a power of two that divides x exactly, to entries of order 1 on all ranks; 1 where x is zero."""
+    size = x.abs().amax(dim=(-2, -1), keepdim=True) if min(x.shape[-2:]) else x.new_zeros(*x.shape[:-2], 1, 1)
+    lowest_exponent = -100 if x.dtype == torch.float32 else -1000
+    exponent = (torch.frexp(size).exponent - 1).clamp(min=lowest_exponent)
+    return ranks.gather(torch.where(size > 0, torch.ldexp(torch.ones_like(size), exponent), 1.0)).amax(0)
 
 
 def times_two_to(A: Tensor, powers: list[int]) -> Tensor:

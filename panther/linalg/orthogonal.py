@@ -15,7 +15,7 @@ from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
 from panther.linalg._ranks import ALONE, Ranks, sharded_qr
-from panther.linalg.operand import as_dense, check_finite, driver
+from panther.linalg.operand import as_dense, check_finite, driver, power_of_two
 
 # |G - I| <= 1/2 in the Frobenius norm bounds the first Q's condition by sqrt(3): one more round gives I to rounding.
 _NEAR_IDENTITY = 0.5
@@ -111,48 +111,31 @@ def near_qr(
     r"""Return a QR factorisation without its last product: :math:`Q T` is orthonormal, and T is near I.
 
     Without a basis, X = Q T R. Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or
-    less; to form :math:`Q T W`, multiply T and W first.
+    less; to form :math:`Q T W`, multiply T and W first. The rows of X and of the basis may be sharded over ranks.
     """
-    if ranks.size > 1:
-        return _near_sharded_qr(X, basis, ranks)
     (m, n), basis_size = X.shape[-2:], 0 if basis is None else basis.shape[-1]
-    if n + basis_size > m:
+    if n + basis_size > m and ranks.size == 1:
         raise ShapeError(
             f"{n} columns beside a basis of {basis_size} must be at most the {m} rows of X, of shape {tuple(X.shape)}: "
             "pass fewer columns"
         )
-    cleared = _clear(X, basis)
-    R, info = torch.linalg.cholesky_ex(cleared.mT @ cleared, upper=True)
-    Q = _clear(torch.linalg.solve_triangular(R, cleared, upper=True, left=False), basis)
+    cleared = _clear(X, basis, ranks)
+    R, info = torch.linalg.cholesky_ex(ranks.sum(cleared.mT @ cleared), upper=True)
+    Q = _clear(torch.linalg.solve_triangular(R, cleared, upper=True, left=False), basis, ranks)
     # This Gram matrix decides how orthonormal the result is. In float32 its sums over m entries were wrong by 66 eps at
     # m = 301 (MKL with AVX-512), where all terms had the same sign, as for constant columns.
-    gram = _gram(Q, Q)
+    gram = ranks.sum(_gram(Q, Q))
     R2, info2 = torch.linalg.cholesky_ex(gram, upper=True)
     eye = torch.eye(n, dtype=gram.dtype, device=X.device)
     near = (torch.linalg.matrix_norm(gram - eye) <= _NEAR_IDENTITY) & (info == 0) & (info2 == 0)
     if bool(near.all()):
         return Q, torch.linalg.solve_triangular(R2, eye, upper=True).to(X.dtype), (R2 @ R.to(R2.dtype)).to(X.dtype)
-    scale = X.abs().amax((-2, -1), keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)  # The scale keeps squares and remainders in the dtype's range.
+    scale = power_of_two(X, ranks)  # The scale keeps squares and remainders in the dtype's range.
     # In float64, because float32 reflections lose digits in the same sums: R was wrong by 450 eps at m = 20,000.
-    Q, R = torch.linalg.qr((X / scale if basis is None else torch.cat((basis, X / scale), -1)).double())
+    stacked = (X / scale if basis is None else torch.cat((basis, X / scale), -1)).double()
+    Q, R = torch.linalg.qr(stacked) if ranks.size == 1 else sharded_qr(stacked, ranks)
     R = (R[..., basis_size:, basis_size:] * scale).to(X.dtype)
     return Q[..., basis_size:].to(X.dtype), eye.to(X.dtype).expand(R.shape), R
-
-
-def _near_sharded_qr(X: Tensor, basis: Tensor | None, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`near_qr` of rows that are sharded over ranks."""
-    eye = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)
-    if basis is None or basis.shape[1] == 0:
-        Q, R = sharded_qr(X, ranks)
-        return Q, eye, R
-    cleared = X - basis @ ranks.sum(_gram(basis, X)).to(X.dtype)
-    Q, R = sharded_qr(cleared, ranks)
-    Q, R2 = sharded_qr(Q - basis @ ranks.sum(_gram(basis, Q)).to(X.dtype), ranks)
-    if bool(R2.diagonal().min() < _NEAR_IDENTITY):  # Q had directions of the basis, where X adds fewer than n.
-        Q, R = (part[..., basis.shape[1] :] for part in sharded_qr(torch.cat((basis, X), 1), ranks))
-        return Q, eye, R[basis.shape[1] :]
-    return Q, eye, R2 @ R
 
 
 def rotate(
@@ -186,9 +169,9 @@ def fix_signs(
     return torch.where(largest < 0, -1.0, 1.0).to(Q.dtype)
 
 
-def _clear(X: Tensor, basis: Tensor | None) -> Tensor:
+def _clear(X: Tensor, basis: Tensor | None, ranks: Ranks) -> Tensor:
     """Subtract from X its projection onto the range of a basis."""
-    return X if basis is None or basis.shape[-1] == 0 else X - basis @ _gram(basis, X).to(X.dtype)
+    return X if basis is None or basis.shape[-1] == 0 else X - basis @ ranks.sum(_gram(basis, X)).to(X.dtype)
 
 
 def _checked(name: str, X: Tensor) -> Tensor:
