@@ -27,8 +27,7 @@ from panther._hints import missing_name
 
 from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh
-from ._interpolative import InterpolativeResult, interpolative
-from ._leverage import leverage_scores
+from ._interpolative import InterpolativeResult, interpolative, leverage_scores
 from ._lstsq import LstsqResult, sketch_lstsq
 from ._qb import QBResult, qb
 from ._rangefinder import rangefinder

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from panther.linalg._preconditioner import condition
 from panther.linalg._ranks import sharded_qr
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import (
@@ -24,10 +25,11 @@ from panther.linalg.operand import (
     driver,
     summed_product,
     times_two_to,
+    unsafe_power,
 )
 from panther.linalg.orthogonal import rotate
 from panther.linalg.sharded import ShardedOperand
-from panther.sketch import GaussianSketch, SparseSketch, check_seed
+from panther.sketch import SparseSketch, check_seed
 
 # The sketch has this many rows more than gamma n, because singular values of small random matrices vary more.
 _MORE_ROWS = 16
@@ -100,8 +102,7 @@ def cqrrpt(
     on the CPU for matrices with m < 6 n, n < 64, or fewer than 2^19 numbers (2^20 in float32).
 
     Args:
-        M: A dense real matrix of any shape, a tensor or a NumPy array; half precision is computed and returned in
-            float32.
+        M: A dense matrix of any shape; dtypes and errors as for :mod:`panther.linalg`.
         gamma: Rows of the sketch per column of M, 1 or more; there are at least n + 16 rows, and 8 n in float32 where
             M has 32 n. More rows make the diagonal of R fall more evenly, and cost time.
         rtol: Threshold that determines the rank, in [0, 1). If it is far below eps, rounding errors count as rank.
@@ -113,10 +114,7 @@ def cqrrpt(
 
     Raises:
         TypeError: If M is not a dense tensor or array, or ``gamma`` or ``rtol`` is not a number.
-        ShapeError: If M does not have two dimensions.
-        DTypeError: If M is not real and floating.
-        ValueError: If M has NaN or infinity, ``gamma`` or ``rtol`` is outside its range, or R is beyond the range of
-            the dtype.
+        ValueError: If ``gamma`` or ``rtol`` is outside its range, or R is beyond the range of the dtype.
 
     Cost: ``3 m n^2`` flops, in products and triangular solves of whole panels (Householder's method takes
     ``4 m n^2``, a quarter of it column by column); ``8 m n`` for the sketch and :math:`O(\gamma n^3)` for its QR; a
@@ -164,7 +162,8 @@ def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
         S = SparseSketch(d, m, seed=seed, dtype=M.dtype, device=M.device)
         sketch, exponent = S @ M, 0
         # NaN and infinity in M reach its sketch, which is faster to check than M.
-        if not _is_safe(sketch.abs().max().item(), M.dtype):
+        largest = float(sketch.abs().max())
+        if not 0 < largest < math.inf or unsafe_power(largest, M.dtype):
             M, exponent = _scaled(M)
             sketch = S @ M
         Q, R, P = _factor_preconditioned(M, sketch, rtol, seed) or _pivoted_qr(M)
@@ -199,14 +198,13 @@ def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) ->
     cut = max(rtol / max(2 * distortion, 3 * math.sqrt(n)), eps**2) * R[0, 0]
     k = _count_leading(R.diagonal() > cut)
     Q, gram = _precondition(M, R[:k, :k], P[:k])
-    C = _orthonormalise(Q, gram, seed)
-    R = C @ R[:k]
+    R = _orthonormalise(Q, gram, seed) @ R[:k]
     # Random probes find columns that are small in the sketch only; at the end, the truncated part has exact norms.
     threshold = max(rtol, 10 * n * eps) * R[:1, :1].sum()
     r = _count_leading(R.diagonal() > rtol * R[:1, :1].sum())
     missed = R[r:, r:].norm() > distortion * math.sqrt(n) * threshold
     if k < n and not missed:
-        missed = _residual_norm(M, CQRRPTResult(Q, R, P), seed) > threshold
+        missed = estimate_error(M, CQRRPTResult(Q, R, P), probes=_PROBES, seed=seed).frobenius > threshold
     return None if missed else (Q, R, P)
 
 
@@ -227,7 +225,7 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
     """
     eps = torch.finfo(X.dtype).eps
     C, failed = torch.linalg.cholesky_ex(gram, upper=True)
-    loss = math.inf if failed else eps * _squared_condition(C, seed)
+    loss = math.inf if failed else eps * condition(C, seed) ** 2
     if loss <= 1e-3:
         _solve(C.to(X.dtype), X)
     else:
@@ -262,27 +260,6 @@ def _add_gram(gram: Tensor, X: Tensor) -> None:
         gram[start : start + _BLOCK, start:] += summed_product(X[:, start : start + _BLOCK], X[:, start:])
 
 
-def _squared_condition(C: Tensor, seed: int) -> float:
-    """Estimate ``cond(C)^2``, slightly too small, by a few steps of the power method for ``C^T C`` and its inverse."""
-    high = low = GaussianSketch(len(C), 1, seed=seed, dtype=C.dtype, device=C.device).dense()
-    ratio = high.norm()
-    for _ in range(8):
-        high, low = high / high.norm(), low / low.norm()
-        high = (C.mT @ (C @ high[:, 0]))[:, None]
-        low = torch.linalg.solve_triangular(C.mT, low, upper=False)
-        low = torch.linalg.solve_triangular(C, low, upper=True)
-        ratio = high.norm() * low.norm()
-    condition: float = ratio.item()
-    return condition
-
-
-def _residual_norm(M: Tensor, result: CQRRPTResult, seed: int) -> Tensor:
-    """Estimate the Frobenius norm of ``M - result``."""
-    S = GaussianSketch(M.shape[1], _PROBES, seed=seed, stream=1, scale=False, dtype=M.dtype, device=M.device).dense()
-    norm: Tensor = (M @ S - result @ S).norm() / math.sqrt(_PROBES)
-    return norm
-
-
 def _pivoted_qr(M: Tensor, with_q: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return LAPACK's pivoted QR, computed on the CPU, with a positive diagonal of R."""
     from scipy.linalg import qr  # slow to import
@@ -299,19 +276,8 @@ def _count_leading(condition: Tensor) -> int:
     return int(condition.long().cumprod(0).sum())
 
 
-def _is_safe(largest: float, dtype: torch.dtype) -> bool:
-    """Return whether entries of up to this size can be squared and divided without over- or underflow."""
-    limit = math.frexp(torch.finfo(dtype).max)[1] // 2
-    return 0 < largest < math.inf and abs(math.frexp(largest)[1]) < limit
-
-
 def _scaled(M: Tensor) -> tuple[Tensor, int]:
     """Return M and 0; if squares of its entries are out of range, ``2^-e M`` with largest entry near 1, and e."""
-    low, high = M.aminmax()
-    largest = max(-low.item(), high.item())
-    if not math.isfinite(low.item() + high.item()):
-        check_finite("M", M)
-    if largest == 0 or _is_safe(largest, M.dtype):
-        return M, 0
-    exponent = math.frexp(largest)[1]
+    check_finite("M", M)
+    exponent = unsafe_power(float(M.abs().max()), M.dtype)
     return times_two_to(M, [-exponent]), exponent

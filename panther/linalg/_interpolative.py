@@ -1,4 +1,4 @@
-r"""Interpolative decomposition: a few columns of a matrix, and all other columns as combinations of them.
+r"""A few columns of a matrix, all other columns as combinations of them, and leverage scores.
 
 Pivoted QR of a sketch with slightly more rows than the rank selects the columns. Their coefficients come from A itself,
 by least squares: coefficients from the sketch would have 1.3 to 1.9 times the error. While a coefficient is above 2,
@@ -6,8 +6,9 @@ the column that it belongs to replaces the column that it multiplies, which mult
 columns by the coefficient.
 """
 
-__all__ = ["InterpolativeResult", "interpolative"]
+__all__ = ["InterpolativeResult", "interpolative", "leverage_scores"]
 
+import math
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 from panther.errors import ShapeError, check_size
 from panther.linalg._cqrrpt import cqrrpt
 from panther.linalg._rangefinder import check_rank, check_tol, sign_matrix
+from panther.linalg._svd import randomized_svd
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm
 from panther.linalg.orthogonal import near_qr, rotate
-from panther.sketch import GaussianSketch, check_seed
+from panther.sketch import check_seed
 
 # With a bound near 1, exchanges would be frequent and gain little.
 _LARGEST_COEFFICIENT = 2.0
@@ -177,8 +179,7 @@ def _select(
     width = most if tol is None else min(most, _FIRST_WIDTH)
     probed, allowed = None, 0.0
     if tol is not None:
-        S = GaussianSketch(_PROBES, n, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
-        probed, values = operand.matmul(S.dense().mT), operand.values
+        probed, values = operand.matmul(operand.probes(_PROBES, seed) / math.sqrt(_PROBES)), operand.values
         allowed = tol * float(probed.double().norm() if values is None else frobenius_norm(values))
     while True:
         order, rank = _pivots(operand, width, oversample, seed)
@@ -234,3 +235,43 @@ def _exchange(order: Tensor, C: Tensor) -> bool:  # (n,), (n - r, r)
         order[[j, r + i]] = order[[r + i, j]]
         exchanged = True
     return exchanged
+
+
+@driver
+def leverage_scores(
+    A: Any,  # (*batch, m, n)
+    k: int | None = None,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (*batch, m)
+    r"""Compute the leverage scores of the rows, :math:`\ell_i = \|Q_{i,:}\|^2` for an orthonormal basis Q of the range.
+
+    Scores are between 0 and 1 and add up to the rank. A score near 1 means that no combination of other rows gives the
+    row, so that a sample of rows must contain it; in regression they are the diagonal of the hat matrix. Use
+    ``leverage_scores(A.mT)`` for columns.
+
+    Args:
+        A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
+        k: Compute the scores of the best approximation of rank k, from the k leading left singular vectors; None takes
+            the range of A, up to singular values that are zero to rounding.
+        seed: The seed of the sketch.
+
+    Cost: :func:`~panther.linalg.cqrrpt` of a dense A, ``3 m n^2`` flops if it is tall; otherwise
+    :func:`~panther.linalg.randomized_svd`, with k triplets or all of them, and memory for its U.
+
+    Example:
+        >>> A = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+        >>> leverage_scores(A, seed=0)
+        tensor([1.0000, 0.5000, 0.5000])
+
+    Reference: P. Drineas, M. Magdon-Ismail, M. W. Mahoney and D. P. Woodruff, "Fast approximation of matrix coherence
+    and statistical leverage", JMLR 13 (2012), arXiv:1109.3843.
+    """
+    operand = as_operand(A)
+    if k is None and operand.dense is not None and operand.dense.ndim == 2:
+        return cqrrpt(operand.dense, seed=seed).Q.square().sum(-1)
+    most = min(operand.shape[-2:])
+    rank = most if k is None else check_rank(k, operand)
+    U, S, _ = map(torch.as_tensor, randomized_svd(A, rank, seed=seed))
+    rounding = max(operand.shape[-2:]) * torch.finfo(S.dtype).eps * S[..., :1]
+    return (U * (rounding < S)[..., None, :]).square().sum(-1)

@@ -25,7 +25,6 @@ from panther.linalg._ranks import sharded_qr
 from panther.linalg._refinement import MAX_STEPS, Solution, System, refine, smallest_singular_value, solve_quickly
 from panther.linalg.error import ErrorEstimate
 from panther.linalg.operand import (
-    SAFE_POWER,
     Operand,
     as_dense,
     as_operand,
@@ -34,6 +33,7 @@ from panther.linalg.operand import (
     driver,
     tensor_of,
     times_two_to,
+    unsafe_power,
 )
 from panther.linalg.sharded import ShardedOperand
 from panther.sketch import SignSketch, SparseSketch, check_seed
@@ -240,7 +240,7 @@ def _solve(
     if sketched and (factored := _from_gram(operand, b, root, seed)) is not None:
         (N, x), power, norm = factored, 0, None
     else:
-        operand, N, x, norm, power = _factored(operand, b, root, seed, sketched, estimate=sketched or return_error)
+        operand, N, x, norm, power = _factored(operand, b, root, seed, sketched)
         root = math.ldexp(root, -power)
     error, steps = None, 0
     if sketched or return_error or norm is None:  # A direct solver that returns the norms needs no pass over A.
@@ -266,14 +266,11 @@ def _quick_solution(
 ) -> tuple[System, Spectral, Solution] | None:
     """Solve by conjugate gradients with scaled columns where A is sparse, if this takes less time than factoring."""
     m, n = operand.shape
-    if operand.dense is not None or not operand.has_entries or operand.device.type != "cpu" or m <= n:
-        return None
-    A = operand.factor
-    largest = max(float(np.abs(A.data).max(initial=0.0)), root)
-    if not A.nnz or not math.isfinite(largest) or abs(math.frexp(largest)[1]) > SAFE_POWER[b.dtype]:
+    A = _csr(operand, root)
+    if A is None or not A.nnz or m <= n:
         return None
     step = _STEP * A.nnz * (b.shape[1] + 1)
-    limit = int(min(_gram_cost(A, n) / step, MAX_STEPS))
+    limit = int(min((_gram_cost(A) + n**3 / _CUBE) / step, MAX_STEPS))
     squares = np.bincount(A.indices, weights=np.square(A.data, dtype=np.float64), minlength=n)
     goal = max(torch.finfo(b.dtype).eps, min(tol, 1.0) / 10)
     if _DIGITS * limit < -math.log10(goal) or not float(squares.min()) > 0:
@@ -285,13 +282,21 @@ def _quick_solution(
     return None if solution is None else (system, scaling, solution)
 
 
-def _gram_cost(A: Any, n: int) -> float:
-    """Return the time of A^T A of a CSR matrix and of its Cholesky factor, in units of a product of two entries."""
-    return float(np.square(np.diff(A.indptr), dtype=np.float64).sum()) + n**3 / _CUBE
+def _csr(operand: Operand, root: float) -> Any:
+    """Return A if it is sparse, on a CPU, and squares of its entries and of ``root`` are in range, else None."""
+    if operand.dense is not None or not operand.has_entries or operand.device.type != "cpu":
+        return None
+    largest = max(float(np.abs(operand.factor.data).max(initial=0.0)), root)
+    return operand.factor if math.isfinite(largest) and not unsafe_power(largest, operand.dtype) else None
+
+
+def _gram_cost(A: Any) -> float:
+    """Return the number of products of two entries in A^T A of a CSR matrix."""
+    return float(np.square(np.diff(A.indptr), dtype=np.float64).sum())
 
 
 def _factored(
-    operand: Operand, b: Tensor, root: float, seed: int, sketched: bool, estimate: bool
+    operand: Operand, b: Tensor, root: float, seed: int, sketched: bool
 ) -> tuple[Operand, Preconditioner, Tensor, Tensor | None, int]:
     """Factor A or its sketch: return A over a power of two, preconditioner, solution, its residual norm, and the power.
 
@@ -301,27 +306,18 @@ def _factored(
     low, high = (float(bound) for bound in SA.aminmax())
     if not math.isfinite(low + high):
         operand.check_finite(SA)
-    power = math.frexp(max(-low, high, root))[1]
-    if abs(power) > SAFE_POWER[b.dtype]:  # Squares times the condition must not overflow.
+    if power := unsafe_power(max(-low, high, root), b.dtype):  # Squares times the condition must not overflow.
         operand, root = _scaled(operand, -power), math.ldexp(root, -power)
         SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
-    else:
-        power = 0
     if sketched or operand.shape[0] >= operand.shape[1]:
-        return operand, *from_columns(SA, Sb, root, seed, estimate=estimate), power
+        return operand, *from_columns(SA, Sb, root, seed), power
     return operand, *from_rows(SA, Sb, root), None, power
 
 
 def _from_gram(operand: Operand, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor] | None:
     """Factor A^T A where A is sparse and has few columns, which then takes less than a sketch of A and its QR."""
-    n = operand.shape[1]
-    if operand.dense is not None or not operand.has_entries or operand.device.type != "cpu":
-        return None
-    A = operand.factor
-    if float(np.square(np.diff(A.indptr), dtype=np.float64).sum()) + n**3 / 3 > 2 * _sketch_size(operand) * n**2:
-        return None
-    largest = max(float(np.abs(A.data).max(initial=0.0)), root)
-    if not math.isfinite(largest) or abs(math.frexp(largest)[1]) > SAFE_POWER[b.dtype]:
+    n, A = operand.shape[1], _csr(operand, root)
+    if A is None or _gram_cost(A) + n**3 / 3 > 2 * _sketch_size(operand) * n**2:
         return None
     A = A.astype(np.float64, copy=False)
     return from_gram(tensor_of((A.T @ A).toarray()), tensor_of(A.T @ b.double().numpy()), root, seed, b.dtype)

@@ -3,7 +3,7 @@
 Right-hand sides, iterates and gradients are rows, (p, n), the layout whose products are fast.
 """
 
-__all__ = ["Preconditioner", "Spectral", "Triangular", "from_columns", "from_gram", "from_rows"]
+__all__ = ["Preconditioner", "Spectral", "Triangular", "condition", "from_columns", "from_gram", "from_rows"]
 
 import math
 from dataclasses import dataclass
@@ -85,13 +85,10 @@ class Spectral:
 Preconditioner = Triangular | Spectral
 
 
-def from_columns(
-    A: Tensor, b: Tensor, root: float, seed: int, *, estimate: bool = True
-) -> tuple[Preconditioner, Tensor, Tensor | None]:
+def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor, Tensor | None]:
     """Return preconditioner and solution (p, n) for a tall A, by QR of A below ``root`` times the identity.
 
-    The third result is the norm of ``b - A x``, (p,), or None with a ridge or if A is rank-deficient. Without
-    ``estimate`` the condition may be a loose upper bound.
+    The third result is the norm of ``b - A x``, (p,), or None with a ridge or if A is rank-deficient.
 
     The identity stands above A, because Householder's reflections lose small rows that follow large ones in rounding.
     """
@@ -103,7 +100,7 @@ def from_columns(
     factor, tau = torch.geqrf(A.mT.contiguous().mT)
     c = torch.ormqr(factor, tau, b, transpose=True)
     R = factor[:n].mT.tril().mT
-    N, x = _from_triangle(R, c[:n], float(R.norm()) if frobenius is None else frobenius, seed, estimate)
+    N, x = _from_triangle(R, c[:n], float(R.norm()) if frobenius is None else frobenius, seed)
     return N, x, None if root or isinstance(N, Spectral) else c[n:].norm(dim=0)
 
 
@@ -122,12 +119,12 @@ def from_gram(
     scaled = gram / scales[:, None] / scales
     scaled.diagonal().fill_(1.0)
     R, info = torch.linalg.cholesky_ex(scaled, upper=True)
-    if int(info) or not _condition(R, seed, 0.0) < _LARGEST_SQUARED_CONDITION[dtype]:
+    if int(info) or not condition(R, seed) < _LARGEST_SQUARED_CONDITION[dtype]:
         return None
     R = R * scales
-    if not (condition := _condition(R, seed, 0.0)) < 0.1 / _rank_tolerance(len(R), dtype):
+    if not (estimate := condition(R, seed)) < 0.1 / _rank_tolerance(len(R), dtype):
         return None
-    N = Triangular(R.to(dtype), frobenius, condition)
+    N = Triangular(R.to(dtype), frobenius, estimate)
     return N, torch.cholesky_solve(product, R, upper=True).mT.to(dtype).contiguous()
 
 
@@ -146,46 +143,28 @@ def _rank_tolerance(n: int, dtype: torch.dtype) -> float:
     return 4 * math.sqrt(n) * torch.finfo(dtype).eps
 
 
-def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int, estimate: bool) -> tuple[Preconditioner, Tensor]:
+def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int) -> tuple[Preconditioner, Tensor]:
     """Return the preconditioner from R (n, n), and the least-norm solution (p, n) of ``R x = c``, c (n, p)."""
     tolerance = _rank_tolerance(len(R), R.dtype)
-    condition = _condition(R, seed, 0.0 if estimate else 0.1 / tolerance)
-    if condition < 0.1 / tolerance:
-        return Triangular(R, frobenius, condition), torch.linalg.solve_triangular(R, c, upper=True).mT.contiguous()
+    if (estimate := condition(R, seed)) < 0.1 / tolerance:
+        return Triangular(R, frobenius, estimate), torch.linalg.solve_triangular(R, c, upper=True).mT.contiguous()
     U, s, Vh = torch.linalg.svd(R)
     rank = int((s > tolerance * s[0]).sum())
     N = Spectral(Vh[:rank].mT, s[:rank], frobenius)
     return N, N.to_x(c.mT @ U[:, :rank])
 
 
-def _condition(R: Tensor, seed: int, enough: float) -> float:
-    r"""Estimate the condition of R, seldom by less than a third of it, by power and inverse power iteration.
-
-    The function returns an upper bound instead as soon as the bound is below ``enough``: for B > 0 and x random on the
-    sphere, :math:`\lambda_{\max}(B) \le (\theta\, x^T B^q x)^{1/q}` except with a probability of
-    :math:`0.8 \sqrt{n / \theta}`
-    (J. D. Dixon, SIAM J. Numer. Anal. 20, 1983, doi:10.1137/0720053), which is 1e-3 here and 1e-12 for four vectors.
-    """
+def condition(R: Tensor, seed: int) -> float:
+    """Estimate the condition of R, seldom by less than a third of it, by power and inverse power iteration."""
     if not bool((R.diagonal() != 0).all()):
         return math.inf
-    n, frobenius = len(R), float(R.norm())
-    start = _gaussian(n, seed).to(R)
-    small, logs = start / start.norm(dim=0), start.new_zeros(4)
-    for step in range(1, _POWERS + 1):
-        small = torch.linalg.solve_triangular(R.mT, small, upper=False)
-        logs += small.norm(dim=0).log()
-        small = torch.linalg.solve_triangular(R, _unit(small), upper=True)
-        norms = small.norm(dim=0)
-        logs += norms.log()
-        inverse, small = float(norms.max()), _unit(small)
-        power = (float(logs.max()) + math.log(800 * math.sqrt(n))) / (2 * step)
-        if frobenius and math.log(frobenius) + power < math.log(enough or math.ulp(0.0)):
-            return frobenius * math.exp(power)
-    large = start
+    large = small = _gaussian(len(R), seed).to(R)
     for _ in range(_POWERS):
         large = R.mT @ _unit(R @ large)
-    condition = float(large.norm(dim=0).max()) * inverse
-    return condition if math.isfinite(condition) else math.inf
+        small = torch.linalg.solve_triangular(R.mT, _unit(small), upper=False)
+        small = torch.linalg.solve_triangular(R, _unit(small), upper=True)
+    estimate = float(large.norm(dim=0).max()) * float(small.norm(dim=0).max())
+    return estimate if math.isfinite(estimate) else math.inf
 
 
 def _solve_rows(R: Tensor, rows: Tensor, upper: bool = True) -> Tensor:  # (n, n), (p, n) -> (p, n)

@@ -18,9 +18,9 @@ from torch import Tensor
 from panther.errors import NumericalWarning, check_size
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.operand import SAFE_POWER, Operand, as_operand, driver, frobenius_norm
+from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm, unsafe_power
 from panther.linalg.orthogonal import add_to_basis, rotate
-from panther.sketch import GaussianSketch, SignSketch, check_seed
+from panther.sketch import SignSketch, check_seed
 
 _PROBES = 32
 # The difference of norms gives the squared residual up to a few eps |A|^2, which is a percent of it above _RESOLVED
@@ -159,9 +159,7 @@ class _Residual:
         if values is not None:
             values = values if operand.scale == 1 else values * operand.scale
         else:
-            n = operand.shape[-1]
-            S = GaussianSketch(n, _PROBES, seed=seed, stream=1, dtype=operand.dtype, device=operand.device)
-            values = self.probed = operand.matmul(S.dense().expand(*operand.shape[:-2], n, _PROBES))
+            values = self.probed = operand.matmul(operand.probes(_PROBES, seed) / math.sqrt(_PROBES))
         self.norm = self.ranks.norm(frobenius_norm(values))
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()
@@ -201,5 +199,4 @@ def _power_of_two(operand: Operand, seed: int) -> float:
     if entries is None:  # A product with one vector of signs has entries of the same size.
         entries = operand.matmul(sign_matrix(operand, 1, seed))
     largest = float(operand.ranks.gather(entries.abs().max() if entries.numel() else entries.new_zeros(())).max())
-    power = math.frexp(largest)[1] if 0 < largest < math.inf else 0
-    return 2.0**-power if abs(power) > SAFE_POWER[operand.dtype] else 1.0
+    return 2.0 ** -unsafe_power(largest, operand.dtype)

@@ -25,7 +25,7 @@ from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver
 from panther.linalg.orthogonal import fix_signs
 from panther.linalg.sharded import ShardedOperand
-from panther.sketch import GaussianSketch, check_seed
+from panther.sketch import check_seed
 
 _TOL_PROBES = 16
 # Below this number of entries times k + oversample, operations on a Krylov space take longer than the products that it
@@ -167,11 +167,7 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
 
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:
     """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
-    n = operand.shape[-1]
-    probes = GaussianSketch(
-        n, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
-    )
-    omega = probes.dense().expand(*operand.shape[:-2], n, _TOL_PROBES)
+    omega = operand.probes(_TOL_PROBES, seed)
     inner = omega.double() if space.P is None else space.P.mT @ omega.double()
     outside = operand.matmul(omega).double() / space.scale - space.Y @ inner
     inside = S.square()

@@ -23,7 +23,7 @@ from torch import Tensor
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.linalg.operand import Operand, as_operand, check_number, driver, power_of_two, tensor_of
 from panther.linalg.sharded import ShardedOperand
-from panther.sketch import GaussianSketch, check_seed
+from panther.sketch import check_seed
 
 # No driver draws from this stream, so the same seed can be used here.
 _STREAM = 1 << 16
@@ -97,10 +97,7 @@ def estimate_error(
             f"probes={probes} must be at most {_MAX_PROBES}, with which upper is within some 3 percent: use fewer"
         )
     confidence = check_number("confidence", confidence, "between 0 and 1", lambda number: 0 < number < 1, "0.999")
-    *batch, _, n = operand.shape
-    seed = operand.ranks.seed(check_seed(seed))
-    S = GaussianSketch(n, probes, seed=seed, stream=_STREAM, scale=False, dtype=operand.dtype, device=operand.device)
-    omega = S.dense().expand(*batch, n, probes)
+    omega = operand.probes(probes, operand.ranks.seed(check_seed(seed)), _STREAM)
     approximated, ranks = _multiply(approximation, omega, operand), operand.ranks
     if isinstance(operand, ShardedOperand):
         approximated = operand.rows_of(approximated)

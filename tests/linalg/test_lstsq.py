@@ -422,7 +422,7 @@ def test_it_warns_when_the_iteration_fails(monkeypatch):
     """A preconditioner for another matrix leaves it to the limit of steps."""
     A, b, _ = problem(3000, 60, 1e8, 1.0)
 
-    def other(SA, Sb, root, seed, *, estimate):
+    def other(SA, Sb, root, seed):
         return from_columns(torch.eye(60, dtype=torch.float64), Sb[:60], root, seed)
 
     monkeypatch.setattr(module, "from_columns", other)
