@@ -123,10 +123,10 @@ def quantized_product(rows: int, K: int, N: int, bits: int, rank: int = 0, group
         groups, ends = -(-K // group_size), (None, None, None)
         if rank:
             ends = (meta(rows, rank, dtype=t), meta(N, rank, dtype=torch.int8), meta(N, dtype=t))  # type: ignore[assignment]
-        quantized.quantized_matmul(
-            meta(rows, K, dtype=t), meta(N, code_bytes(K, bits), dtype=torch.uint8), bits, meta(N, groups, dtype=BF16),
-            meta(N, groups, dtype=torch.uint8), group_size, *ends,
-        )  # fmt: skip
+        operands = meta(rows, K, dtype=t), meta(N, code_bytes(K, bits), dtype=torch.uint8)
+        steps = meta(N, groups, dtype=BF16), meta(N, groups, dtype=torch.uint8)
+        plan = quantized.quantized_plan(*operands, bits, *steps, group_size, *ends)
+        plan(*operands, *steps, *ends)
 
     return launch
 

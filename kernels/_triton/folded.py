@@ -160,7 +160,7 @@ def folded_plan(
     P, n_tiles = _places(N, R, BN)
     # Adding the parts of several tiles of ranks would spill registers.
     reduce = rank_tiles == 1 and 8 * R * M * splits * min(n_tiles, programs) <= _REDUCED_BYTES
-    launch_reduce = None if reduce else reduce_launch(M, R, splits, scale)
+    launch_reduce = None if reduce else reduce_launch(2 * M * R, splits, scale)
     parts = splits if reduce else 1
     BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * parts)))
     row_tiles = cdiv(M, BM)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._device import INTERPRETED, cdiv, dot_operand, dot_precision, multiprocessors, next_power_of_2, pipeline_stages
 from ._launch import Launch
-from .quantized import load_codes
+from .quantized import is_within, load_codes
 
 
 @triton.jit
@@ -34,9 +34,9 @@ def _product_step(a, w, acc, ONE_ROW: tl.constexpr, PRECISION: tl.constexpr):
 def _few_rows_kernel(
     x, codes, scales, zeros, left, right, factor_scales, bias, out,
     M, N, K, R, row_bytes, groups, group_size, length, sx_m, sx_k,
-    BITS: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_ROW: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    STAGES: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, WITHIN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ONE_ROW: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m, n, r = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, max(BR, 1))
     # One row accumulates (outputs, columns of the tile). Several rows accumulate (rows, outputs).
@@ -62,7 +62,7 @@ def _few_rows_kernel(
             elif BITS == 2 or BITS == 4:
                 q = (stored >> (part * BITS)) & ((1 << BITS) - 1)
             else:
-                q = load_codes(codes, n, k, N, K, row_bytes, BITS)
+                q = load_codes(codes, n, j0, N, K, row_bytes, BITS, BK, WITHIN)
             if WHOLE:  # All columns of the tile are in one group.
                 at = n.to(tl.int64) * groups + tl.minimum((part * length + j0) // group_size, groups - 1)
                 s = tl.load(scales + at, mask=n < N, other=0.0).to(tl.float32)
@@ -140,23 +140,17 @@ def few_rows_plan(
         _few_rows_kernel, (cdiv(N, BN),),
         M, N, K, rank, row_bytes, groups, group_size, length, x.stride(0), x.stride(1),
         BITS=bits, PARTS=parts, WHOLE=groups == 1 or (group_size % BK == 0 and (parts == 1 or length % BK == 0)),
-        HAS_BIAS=bias is not None, ONE_ROW=one_row, PRECISION=dot_precision(x.dtype),
-        BM=1 if one_row else 16, BN=BN, BK=BK, BR=max(16, next_power_of_2(rank)) if rank else 0,
-        STAGES=pipeline_stages(3), num_warps=warps,
+        WITHIN=not simple and is_within(K, bits, BK), HAS_BIAS=bias is not None, ONE_ROW=one_row,
+        PRECISION=dot_precision(x.dtype), BM=1 if one_row else 16, BN=BN, BK=BK,
+        BR=max(16, next_power_of_2(rank)) if rank else 0, STAGES=pipeline_stages(3), num_warps=warps,
     )  # fmt: skip
 
     are_contiguous = all(part is None or part.is_contiguous() for part in (left, right, factor_scales, bias))
 
     def product(
-        x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        zeros: Tensor,
-        left: Tensor | None,
-        right: Tensor | None,
-        factor_scales: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
+        x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, left: Tensor | None, right: Tensor | None,
+        factor_scales: Tensor | None, bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
         # The kernel needs a tensor for each missing operand and never reads it.
         ends: Sequence[Tensor] = (

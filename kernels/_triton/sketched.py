@@ -288,7 +288,7 @@ def pair_plan(
     BN = (64 if is_tall else 128) if half else 32
     launch_inner, splits = inner_launch(x, S1, U2, most_rows)
     reduce = 8 * R * M * splits * min(cdiv(N, BN), multiprocessors(x.device)) <= _REDUCED_BYTES
-    launch_reduce = None if reduce else reduce_launch(M, R, splits, scale)
+    launch_reduce = None if reduce else reduce_launch(2 * M * R, splits, scale)
     launch_outer = outer_launch(x, U1, S2, bias, scale, most_rows, BN, splits, 2 * M * R, reduce=reduce)
 
     def product(
@@ -327,9 +327,8 @@ def inner_launch(x: Tensor, S1: Tensor, U2: Tensor, most_rows: int) -> tuple[Lau
     return launch, splits
 
 
-def reduce_launch(M: int, R: int, splits: int, scale: float) -> Launch:
-    """Return the launch on the partial sums and the inner product, which adds them in a fixed order."""
-    size = 2 * M * R
+def reduce_launch(size: int, splits: int, scale: float) -> Launch:
+    """Return the launch on partial sums and a result of ``size`` numbers, which adds them in a fixed order."""
     return Launch(_pair_reduce_kernel, (cdiv(size, _BLOCK),), scale, size, splits, size, BLOCK=_BLOCK)
 
 

@@ -17,7 +17,7 @@ def pair_inner_plan(x: Tensor, S1: Tensor, U2: Tensor, scale: float) -> Callable
     """
     M, R = len(x), S1.shape[1]
     launch_inner, splits = inner_launch(x, S1, U2, 64 if x.element_size() == 2 else 32)
-    launch_reduce = reduce_launch(M, R, splits, scale)
+    launch_reduce = reduce_launch(2 * M * R, splits, scale)
 
     def product(x: Tensor, S1: Tensor, U2: Tensor) -> Tensor:
         partial, inner = x.new_empty(splits, M, 2 * R, dtype=torch.float32), x.new_empty(M, 2 * R)

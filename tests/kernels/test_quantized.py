@@ -10,13 +10,15 @@ from panther.nn import QuantizedLinear
 
 OPERATOR = torch.ops.panther.quantized_matmul.default
 
-# rows, in, out, group size, rank: size one, odd sizes, several tiles each way, split columns, groups of all kinds.
+# rows, in, out, group size, rank: size one, odd sizes, several tiles each way, split columns, groups of all kinds, and
+# columns whose tiles are whole parts of bytes.
 SHAPES = [
     (1, 1, 1, 1, 1),
     (3, 70, 130, 32, 0),
     (65, 33, 5, 7, 3),
     (2, 700, 66, 700, 17),
     (17, 256, 65, 128, 20),
+    (20, 1024, 33, 128, 3),
     (1, 601, 3, 64, 0),
 ]
 
@@ -47,30 +49,31 @@ def exact(args, codes):
     return y if inner is None else y + inner.double() @ left.double().mT + bias.double()
 
 
+def by_kernel(*args):
+    pytest.importorskip("triton")
+    from panther.kernels._triton.quantized import quantized_plan
+
+    return quantized_plan(*args)(*args[:2], *args[3:5], *args[6:])
+
+
 @pytest.mark.parametrize(("shape", "bits"), half_of(SHAPES, (2, 3, 4, 5, 6, 7, 8)))
 def test_kernel_and_reference_against_float64(shape, bits, monkeypatch):
-    pytest.importorskip("triton")
-    from panther.kernels._triton import quantized
-
     for dtype in (torch.float32, torch.bfloat16 if bits // 2 % 2 else torch.float16):
         args, codes = operands(*shape, bits, dtype)
         expected = exact(args, codes)
         tolerance = 2e-2 if dtype is torch.bfloat16 else KERNEL_RMS[dtype]  # the interpreter truncates
-        for product in (quantized.quantized_matmul, reference.quantized_matmul):
+        for product in (by_kernel, reference.quantized_matmul):
             y = product(*args)
             assert y.dtype is dtype
             assert rms_error(y, expected) < tolerance
 
 
 def test_strided_input_and_no_rows():
-    pytest.importorskip("triton")
-    from panther.kernels._triton import quantized
-
     args, codes = operands(40, 300, 20, 64, 4, 4, torch.float32)
     x = torch.randn(300, 80).mT[::2]
     args = (x, *args[1:])
-    assert rms_error(quantized.quantized_matmul(*args), exact(args, codes)) < KERNEL_RMS[torch.float32]
-    assert quantized.quantized_matmul(x[:0], *args[1:6]).shape == (0, 20)
+    assert rms_error(by_kernel(*args), exact(args, codes)) < KERNEL_RMS[torch.float32]
+    assert OPERATOR(x[:0], *args[1:6], None, None, None).shape == (0, 20)
 
 
 def test_the_operator_takes_the_reference_on_a_cpu_and_has_a_fake():

@@ -8,7 +8,8 @@ from tolerances import KERNEL_RMS, rms_error
 
 OPERATOR = torch.ops.panther.quantized_matmul_few_rows.default
 
-# rows, in, out, group size, rank: size one, odd sizes, several tiles each way, and groups of all kinds.
+# rows, in, out, group size, rank: size one, odd sizes, several tiles each way, groups of all kinds, and columns whose
+# tiles are whole parts of bytes.
 SHAPES = [
     (1, 1, 1, 1, 1),
     (3, 70, 130, 32, 0),
@@ -16,6 +17,7 @@ SHAPES = [
     (1, 300, 66, 300, 17),
     (4, 256, 40, 64, 32),
     (1, 301, 3, 64, 0),
+    (1, 1024, 17, 1024, 2),
 ]
 
 
