@@ -154,7 +154,7 @@ def gather(m: int, n: int, d: int, vec_nnz: int, transposed: bool = False) -> La
 
     def launch(t: torch.dtype) -> None:
         A = meta(n, m, dtype=t).mT if transposed else meta(m, n, dtype=t)
-        index = meta(vec_nnz * m, dtype=torch.int64)
+        index = meta(vec_nnz * m, dtype=torch.int32)
         value = meta(vec_nnz * m, dtype=torch.float64 if t is torch.float64 else F32)
         sparse.csr_matmul(meta(d + 1, dtype=torch.int64), index, value, A)
 

@@ -30,18 +30,19 @@ def _csr_matmul_kernel(
     # Rows vary fastest, so that programs that run at the same time gather from the same columns.
     pid = tl.program_id(0)
     b = (pid // row_tiles // column_tiles).to(tl.int64)
-    r = (pid % row_tiles).to(tl.int64 if WIDE else tl.int32) * ROWS + tl.arange(0, ROWS)
-    c = (pid // row_tiles % column_tiles).to(tl.int64 if WIDE else tl.int32) * COLS + tl.arange(0, COLS)
-    first = tl.load(starts + r, mask=r < rows, other=0)
-    last = tl.load(starts + r + 1, mask=r < rows, other=0)
-    dense = A + b * stride_b + (c.to(tl.int64) * stride_n)[None, None, :]
+    INDEX = tl.int64 if WIDE else tl.int32
+    r = (pid % row_tiles).to(INDEX) * ROWS + tl.arange(0, ROWS)
+    c = (pid // row_tiles % column_tiles).to(INDEX) * COLS + tl.arange(0, COLS)
+    first = tl.load(starts + r, mask=r < rows, other=0).to(INDEX)
+    last = tl.load(starts + r + 1, mask=r < rows, other=0).to(INDEX)
+    dense = A + b * stride_b + (c * stride_n)[None, None, :]
     acc = tl.zeros((ROWS, K, COLS), dtype=ACC)
     longest = tl.max((last - first).to(tl.int32), axis=0)
     step = 0
     while step < longest:
         k = first[:, None] + step + tl.arange(0, K)[None, :]
         held = k < last[:, None]
-        m = tl.load(index + k, mask=held, other=0).to(tl.int64)
+        m = tl.load(index + k, mask=held, other=0).to(INDEX)
         v = tl.load(value + k, mask=held, other=0.0).to(ACC)
         mask = held[:, :, None] & (c < columns)[None, None, :]
         acc += v[:, :, None] * tl.load(dense + (m * stride_m)[:, :, None], mask=mask, other=0.0).to(ACC)
@@ -71,8 +72,10 @@ def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tenso
     ROWS = _TILE // COLS // K
     row_tiles, column_tiles = cdiv(rows, ROWS), cdiv(n, COLS)
     double = torch.float64 in (A.dtype, value.dtype)
+    # An entry is sought up to the longest row behind the last entry.
+    largest = max(n, rows, 2 * index.numel(), (m - 1) * stride_m + (n - 1) * stride_n)
     _csr_matmul_kernel[(row_tiles * column_tiles * source.shape[0],)](
         starts, index, value, source, out, rows, n, stride_b, stride_m, stride_n, row_tiles, column_tiles,
-        ROWS=ROWS, K=K, COLS=COLS, ACC=tl.float64 if double else tl.float32, WIDE=max(n, rows) >= (1 << 31) - _TILE,
+        ROWS=ROWS, K=K, COLS=COLS, ACC=tl.float64 if double else tl.float32, WIDE=largest >= (1 << 31) - _TILE,
     )  # fmt: skip
     return out

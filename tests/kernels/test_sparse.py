@@ -91,6 +91,21 @@ def test_strides(device, poisoned, dtype):
     check((starts, spread, value), dense, draw(30, 4, dtype=dtype, device=device))
 
 
+def test_offsets_of_64_bits(device, monkeypatch):
+    """Sizes that need them do not fit into memory here, so the kernel is told that the sizes do."""
+    pytest.importorskip("triton")
+    from panther.kernels._triton import sparse as launcher
+
+    kernel = launcher._csr_matmul_kernel
+
+    class Wide:
+        def __getitem__(self, grid):
+            return lambda *args, WIDE, **constants: kernel[grid](*args, WIDE=True, **constants)
+
+    monkeypatch.setattr(launcher, "_csr_matmul_kernel", Wide())
+    check(*sparse([2, 0, 50], 60), draw(2, 60, 5, device=device))
+
+
 def test_rows_that_no_entry_names_do_not_matter(device):
     csr = torch.tensor([0, 1, 2]), torch.tensor([0, 2]), torch.ones(2)
     A = torch.tensor([[1.0], [float("nan")], [3.0]], device=device)
