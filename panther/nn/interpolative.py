@@ -200,10 +200,7 @@ class InterpolativeLinear(LinearGeometry):
 
     @property
     def weight(self) -> Tensor:  # (out, in)
-        """The dense effective weight, for inspection: differentiable, computed at each access in 2 r in out flops.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective weight, for inspection: differentiable, made anew at each access in 2 r in out flops."""
         left, right = self.factors()
         return left @ right
 
@@ -288,13 +285,6 @@ class InterpolativeLinear(LinearGeometry):
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""
         return ("skeleton", "coefficients", "order")
-
-    def extra_repr(self) -> str:
-        """Return sizes and rank, as shown by print."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, low_rank={self.low_rank}, "
-            f"bias={self.bias is not None}"
-        )
 
     def check_record(self) -> None:
         """Raise SketchMismatchError unless ``order`` is a permutation."""

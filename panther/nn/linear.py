@@ -191,10 +191,7 @@ class SKLinear(LinearGeometry, SketchedModule):
 
     @property
     def weight(self) -> Tensor:  # (out, in)
-        """The dense effective weight, for inspection: differentiable, computed at each access in 4 R in out flops.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective weight, for inspection: differentiable, made anew at each access in 4 R in out flops."""
         U1, U2 = self._dense_sketches()
         return self.scale * (self.S1 @ U1 + U2 @ self.S2).mT
 
@@ -336,13 +333,9 @@ class SKLinear(LinearGeometry, SketchedModule):
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
-            f"low_rank={self.low_rank}, bias={self.bias is not None}, "
-            + ("fitted" if self.is_fitted else f"seed={self.seed}")
-            + (", sketch='sparse'" if self.sketch == "sparse" else "")
-            + (", packed=True" if self.packed else "")
-        )
+        parts = [super().extra_repr(), "fitted" if self.is_fitted else f"seed={self.seed}"]
+        parts += ["sketch='sparse'"] * (self.sketch == "sparse") + ["packed=True"] * self.packed
+        return ", ".join(parts)
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shape of each sketch, by name."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from panther._docstrings import inherit_arguments
 from panther._torch import parameters_of
 from panther.errors import check_device, check_flag, check_floating, check_size
-from panther.nn.conv.geometry import ConvGeometry
-from panther.nn.conv.product import convolve, dense_kernel, take_format_
+from panther.nn.conv.geometry import ConvGeometry, take_format_
+from panther.nn.conv.product import convolve, dense_kernel
 from panther.nn.factors import check_dense, check_shapes, fittable, leading_factors, learnable_factors
 from panther.nn.pairs import ConvPair, LinearPair
 from panther.nn.protocol import CompressedModule, LinearGeometry, allow_saving, check_linear_input
@@ -183,10 +183,7 @@ class LowRankLinear(LinearGeometry, FactoredModule):
 
     @property
     def weight(self) -> Tensor:  # (out, in)
-        """The dense effective weight, for inspection: differentiable, computed at each access in 2 r in out flops.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective weight, for inspection: differentiable, made anew at each access in 2 r in out flops."""
         return (self.down @ self.up).mT
 
     @torch.no_grad()
@@ -279,13 +276,6 @@ class LowRankLinear(LinearGeometry, FactoredModule):
         layer.set_factors_(*leading_factors(A, layer.rank, seed), seed)
         return layer._with_bias_of(linear)
 
-    def extra_repr(self) -> str:
-        """Return sizes and rank, as shown by print."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
-            f"bias={self.bias is not None}"
-        )
-
 
 @inherit_arguments(ConvGeometry)
 class LowRankConv2d(ConvGeometry, FactoredModule):
@@ -361,29 +351,18 @@ class LowRankConv2d(ConvGeometry, FactoredModule):
 
     @property
     def weight(self) -> Tensor:  # (out, in / groups, *kernel)
-        """The dense effective kernel, for inspection: differentiable, computed at each access.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective kernel, for inspection: differentiable, made anew at each access."""
         return dense_kernel(self.down, self.up, self.groups, 1.0)
 
     @torch.no_grad()
+    @inherit_arguments(LowRankLinear.set_factors_)
     def set_factors_(
         self,
         left: Tensor,  # (groups, out / groups, rank / groups)
         right: Tensor,  # (groups, rank / groups, in / groups * kernel)
         seed: int = 0,
     ) -> Self:
-        """Make ``left @ right`` the unfolded kernel of each group; see :meth:`LowRankLinear.set_factors_`.
-
-        Args:
-            left: Factors on the output side.
-            right: Factors on the input side.
-            seed: Seed of the signs of components that are zero.
-
-        Raises:
-            ShapeError: If a shape differs.
-        """
+        """Make ``left @ right`` the unfolded kernel of each group; see :meth:`LowRankLinear.set_factors_`."""
         per_group = self.groups, self.rank // self.groups
         outer = self.groups, self.out_channels // self.groups, per_group[1]
         check_shapes(left=(left, outer), right=(right, (*per_group, self.fan_in)))
@@ -393,6 +372,7 @@ class LowRankConv2d(ConvGeometry, FactoredModule):
         return self
 
     @classmethod
+    @inherit_arguments(LowRankLinear.from_linear)
     def from_conv(cls, conv: nn.Conv2d, rank: int, *, seed: int = 0) -> Self:
         """Return the layer with the truncated SVD of a dense convolution, on its device and in its dtype.
 
@@ -401,11 +381,8 @@ class LowRankConv2d(ConvGeometry, FactoredModule):
 
         Args:
             conv: The layer to approximate.
-            rank: As in the constructor.
-            seed: Seed of the randomized SVD and of unused components.
 
         Raises:
-            ValueError: If the kernel has no values, or NaN or infinite ones.
             TypeError: If ``conv`` is not an nn.Conv2d.
 
         Cost: an SVD for each group, see :meth:`LowRankLinear.from_linear`.
@@ -425,34 +402,9 @@ class LowRankConv2d(ConvGeometry, FactoredModule):
         take_format_(layer, conv.weight)
         return layer._with_bias_of(conv)
 
-    def to_conv(self) -> nn.Conv2d:
-        """Return the nn.Conv2d with this layer's effective kernel and bias, copied, in its memory format.
-
-        Example:
-            >>> import torch
-            >>> layer, x = (
-            ...     LowRankConv2d(64, 128, 3, padding=1, rank=8),
-            ...     torch.randn(2, 64, 8, 8),
-            ... )
-            >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
-            True
-        """
-        conv: nn.Conv2d = self.to_dense()
-        return conv
-
-    def to_dense(self) -> nn.Conv2d:
-        """Return the dense convolution with copies of kernel and bias, in the memory format of this layer."""
-        conv: nn.Conv2d = super().to_dense()
-        take_format_(conv, self.down)
-        return conv
-
     def plain(self) -> ConvPair:
         """Return a convolution to ``rank`` channels and one of width 1."""
         return self.pair_of(self.down, self.up, self._is_trained)
-
-    def extra_repr(self) -> str:
-        """Return sizes and rank, as shown by print."""
-        return ", ".join((*self._geometry_parts(), f"rank={self.rank}"))
 
 
 def _product(

@@ -167,10 +167,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
 
     @property
     def weight(self) -> Tensor:  # (out, in)
-        """The dense effective weight, for inspection: differentiable, computed at each access in 2 r in out flops.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective weight, for inspection: differentiable, made anew at each access in 2 r in out flops."""
         return _weight(self.down, self.up, self._sizes())
 
     @classmethod
@@ -226,13 +223,6 @@ class MonarchLinear(LinearGeometry, FactoredModule):
         left, right = learnable_factors(left, right, seed)
         self.down.copy_(right.permute(1, 3, 2, 0).reshape(self.down.shape))
         self.up.copy_(left.permute(0, 1, 3, 2).reshape(self.up.shape))
-
-    def extra_repr(self) -> str:
-        """Return sizes, numbers of blocks and rank, as shown by print."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, num_blocks={self.num_blocks}, "
-            f"rank={self.rank}, bias={self.bias is not None}"
-        )
 
 
 allow_saving(MonarchLinear)

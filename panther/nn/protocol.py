@@ -101,7 +101,8 @@ class CompressedModule(nn.Module):
 
     A subclass has to name its constructor's arguments and what it stores, and to define ``weight``, ``dtype``,
     :meth:`stored_names` and :meth:`check_record`. Everything else has a default that is right for a layer whose tensors
-    are plain parameters and buffers. :func:`allow_saving` lets files contain it.
+    are plain parameters and buffers. :func:`allow_saving` lets files contain it. ``weight`` is a new tensor at each
+    access, so that writing to it, as ``nn.init`` would, does not change the layer.
     """
 
     dense_class: type[Any]
@@ -521,3 +522,8 @@ class LinearGeometry(CompressedModule):
         """
         linear: nn.Linear = self.to_dense()
         return linear
+
+    def extra_repr(self) -> str:
+        """Return sizes and form, as shown by print."""
+        names = ("in_features", "out_features", *self.size_arguments)
+        return ", ".join([*(f"{name}={getattr(self, name)}" for name in names), f"bias={self.bias is not None}"])

@@ -1,7 +1,8 @@
 """The arguments and the input of a convolution, checked and padded as torch's layers do it."""
 
-__all__ = ["ConvGeometry", "check_input"]
+__all__ = ["ConvGeometry", "check_input", "is_channels_last", "take_format_"]
 
+import math
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels.ops.library import is_autocasting
 from panther.nn.conv.padded import dense_conv
 from panther.nn.pairs import ConvPair, copied_parameter
+from panther.nn.protocol import CompressedModule
 from panther.nn.sketch_sizes import Padding, check_padding, divisible, per_dim
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-class ConvGeometry:
-    """The arguments that a compressed convolution shares with torch's, checked and shown.
+class ConvGeometry(CompressedModule):
+    """The arguments that a compressed convolution shares with torch's, checked and shown, and its way back.
 
     Args:
         in_channels: Channels of the input.
@@ -45,7 +47,6 @@ class ConvGeometry:
     )  # fmt: skip
     dim: int
     padding: Padding
-    bias: nn.Parameter | None
 
     def _set_geometry(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
@@ -64,17 +65,36 @@ class ConvGeometry:
             )
         self.padding_mode = padding_mode
 
-    def _geometry_parts(self) -> list[str]:
-        """Return what print shows of the geometry: torch's convolutions show the same."""
+    def extra_repr(self) -> str:
+        """Return the geometry, as print shows torch's convolutions, and the sizes that say how much is stored."""
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         usual = {"padding": (0,) * self.dim, "dilation": (1,) * self.dim, "groups": 1, "padding_mode": "zeros"}
         parts += [f"{name}={getattr(self, name)!r}" for name in usual if getattr(self, name) != usual[name]]
         if self.bias is None:
             parts.append("bias=False")
-        return parts
+        return ", ".join([*parts, *(f"{name}={getattr(self, name)}" for name in self.size_arguments)])
 
     def _new_dense(self, **arguments: Any) -> Any:
         return dense_conv(self.dim, **arguments)
+
+    def to_dense(self) -> Any:
+        """Return the dense convolution with copies of kernel and bias, in the memory format of a layer of factors."""
+        conv = super().to_dense()
+        if self.factor_names:
+            take_format_(conv, getattr(self, self.factor_names[0]))
+        return conv
+
+    def to_conv(self) -> Any:
+        """Return torch.nn's convolution with this layer's effective kernel and bias, copied; see :meth:`to_dense`.
+
+        Example:
+            >>> import torch
+            >>> from panther.nn import SKConv2d
+            >>> layer, x = SKConv2d(64, 128, padding=1), torch.randn(2, 64, 8, 8)
+            >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
+            True
+        """
+        return self.to_dense()
 
     @torch.no_grad()
     def pair_of(
@@ -113,3 +133,17 @@ def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> No
     if x.dtype != dtype and not is_autocasting(x.device):
         other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
         raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")
+
+
+def is_channels_last(kernel: Tensor) -> bool:
+    """Return whether a kernel is channels_last for torch, from its strides, which also exist under torch.vmap."""
+    if kernel.dim() < 4 or kernel.stride(1) != 1:
+        return False
+    return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
+
+
+def take_format_(module: nn.Module, kernel: Tensor) -> None:
+    """Put the module in channels_last if the kernel is."""
+    if is_channels_last(kernel):
+        last = torch.channels_last if kernel.dim() == 4 else torch.channels_last_3d
+        module.to(memory_format=last)  # type: ignore[call-overload]

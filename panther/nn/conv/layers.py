@@ -9,10 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError
 from panther.nn.base import SketchedModule
-from panther.nn.conv.geometry import ConvGeometry
-from panther.nn.conv.product import convolve, dense_kernel, take_format_
+from panther.nn.conv.geometry import ConvGeometry, take_format_
+from panther.nn.conv.product import convolve, dense_kernel
 from panther.nn.factors import check_dense, check_init, fittable, lstsq_by_groups
 from panther.nn.pairs import ConvPair
 from panther.nn.protocol import allow_saving
@@ -73,10 +74,7 @@ class _SKConv(ConvGeometry, SketchedModule):
 
     @property
     def weight(self) -> Tensor:  # (out, in / groups, *kernel)
-        """The dense effective kernel, for inspection: differentiable, computed at each access.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective kernel, for inspection: differentiable, made anew at each access."""
         self.check_writes()
         return dense_kernel(self.S, self.U, self.groups, self.scale)
 
@@ -157,24 +155,6 @@ class _SKConv(ConvGeometry, SketchedModule):
         take_format_(layer, weight)
         return layer._with_bias_of(conv)
 
-    def to_conv(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
-        """Return torch.nn's convolution with this layer's effective kernel and bias, copied, in its memory format.
-
-        Example:
-            >>> import torch
-            >>> layer, x = SKConv2d(64, 128, padding=1), torch.randn(2, 64, 8, 8)
-            >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
-            True
-        """
-        conv: nn.Conv1d | nn.Conv2d | nn.Conv3d = self.to_dense()
-        return conv
-
-    def to_dense(self) -> Any:
-        """Return the dense convolution with copies of kernel and bias, in the memory format of this layer."""
-        conv = super().to_dense()
-        take_format_(conv, self.S)
-        return conv
-
     @torch.no_grad()
     def plain(self) -> ConvPair:
         """Return the convolution to 2 L K channels and one of width 1."""
@@ -184,10 +164,7 @@ class _SKConv(ConvGeometry, SketchedModule):
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
-        parts = self._geometry_parts()
-        parts.append(f"num_terms={self.num_terms}, low_rank={self.low_rank}")
-        parts.append("fitted" if self.is_fitted else f"seed={self.seed}")
-        return ", ".join(parts)
+        return f"{super().extra_repr()}, {'fitted' if self.is_fitted else f'seed={self.seed}'}"
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shape of the sketch, by name."""
@@ -240,24 +217,13 @@ both factors. Loading a checkpoint with a sketch of its own, as of panther-ml, m
 trained parameter, which is saved like S; make the optimizer after that.
 
 Args:
-    in_channels: Channels of the input.
-    out_channels: Channels of the output.
-    kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv{nd}.
-    stride: As ``kernel_size``.
-    padding: As ``kernel_size``; ``"same"``, for even kernels too, or ``"valid"``; ``"same_upper"``, which gives outputs
-        of ``ceil(input / stride)`` as TensorFlow does; or a pair (before, after) for each dimension.
-    dilation: As ``kernel_size``.
     groups: Number of groups; U is then block-diagonal.
-    bias: Whether to learn an additive bias.
-    padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
     num_terms: Number L; there are 2 L terms.
     low_rank: Rank K of a term, divisible by ``groups``.
     sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. Without any size it is the largest sketch that
         costs at most half of the dense kernel, ``2 K (in / groups * kernel + out / groups) <= in / groups * kernel
         * out / 2``, rounded down to a multiple of ``8 groups`` if that leaves any; at least ``groups``.
     seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
-    device: None is torch's default.
-    dtype: Floating dtype; None is torch's default.
 
 Shape:
     Input ``(N, in_channels, {size})`` or ``(in_channels, {size})``, output as nn.Conv{nd}'s; channels_last is kept.
@@ -272,9 +238,6 @@ Attributes:
 
 Raises:
     ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
-    ValueError: If ``padding`` or ``padding_mode`` is unknown.
-    TypeError: If an argument has the wrong type.
-    DTypeError: If ``dtype`` is not floating.
 
 Warns:
     PerformanceWarning: If the dense layer would cost no more; with few channels in each group even at the default
@@ -308,5 +271,6 @@ _EXAMPLES = {
 for _layer, _example in _EXAMPLES.items():
     if _layer.__doc__ is not None:  # Python's option -OO removes docstrings.
         _layer.__doc__ += _DOCUMENTATION.format(nd=f"{_layer.dim}d", size=_SIZES[_layer], example=_example[1:])
+        inherit_arguments(ConvGeometry)(_layer)
 
 allow_saving(SKConv1d, SKConv2d, SKConv3d)

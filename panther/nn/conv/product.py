@@ -1,15 +1,15 @@
 """Convolutions by two factors, in two steps or by the dense kernel that they stand for."""
 
-__all__ = ["convolve", "convolve_dense", "dense_kernel", "is_channels_last", "runs_dense", "take_format_"]
+__all__ = ["convolve", "convolve_dense", "dense_kernel", "runs_dense"]
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from panther.kernels.ops.library import is_autocasting
-from panther.nn.conv.geometry import check_input
+from panther.nn.conv.geometry import check_input, is_channels_last
 from panther.nn.conv.padding import CONVOLUTIONS, pad_input
 from panther.nn.sketch_sizes import Padding
 
@@ -31,20 +31,6 @@ def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # 
         Ut = U.unflatten(0, (groups, -1)).mT  # (groups, out / groups, rows / groups)
         kernel = (Ut @ S.flatten(1).unflatten(0, (groups, -1))).reshape(-1, *S.shape[1:])
     return kernel.movedim(-1, 1) if last else kernel
-
-
-def is_channels_last(kernel: Tensor) -> bool:
-    """Return whether a kernel is channels_last for torch, from its strides, which also exist under torch.vmap."""
-    if kernel.dim() < 4 or kernel.stride(1) != 1:
-        return False
-    return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
-
-
-def take_format_(module: nn.Module, kernel: Tensor) -> None:
-    """Put the module in channels_last if the kernel is."""
-    if is_channels_last(kernel):
-        last = torch.channels_last if kernel.dim() == 4 else torch.channels_last_3d
-        module.to(memory_format=last)  # type: ignore[call-overload]
 
 
 def runs_dense(S: Tensor, U: Tensor, groups: int) -> bool:

@@ -111,10 +111,7 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
     @property
     def weight(self) -> Tensor:  # (out, in / groups, *kernel)
-        """The dense effective weight, for inspection: differentiable, computed at each access.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective weight, for inspection: differentiable, made anew at each access."""
         return self._unfolded(super().weight)
 
     def _unfolded(self, matrix: Tensor) -> Tensor:  # (rows, in / groups * kernel) -> (rows, in / groups, *kernel)
@@ -150,21 +147,6 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         check_dense(conv, nn.Conv2d, "from_conv")
         return cls._fitted_to(conv, bits=bits, group_size=group_size, low_rank=low_rank)
 
-    def to_conv(self) -> nn.Conv2d:
-        """Return the nn.Conv2d with this layer's effective weight and bias, copied.
-
-        Example:
-            >>> import torch
-            >>> layer, x = (
-            ...     QuantizedConv2d(64, 128, 3, padding="same"),
-            ...     torch.randn(2, 64, 8, 8),
-            ... )
-            >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
-            True
-        """
-        conv: nn.Conv2d = self.to_dense()
-        return conv
-
     def factors(self) -> tuple[Tensor, Tensor] | None:  # (out, r), (r, in * kernel)
         """Return the factors of a layer without codes and without groups of channels; None of all other layers."""
         return None if self.groups > 1 else super().factors()
@@ -184,11 +166,6 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
     def _described(self, form: list[int]) -> str:
         return f"{super()._described(form[:3])}, {form[3]} channels in a group, kernel_size={tuple(form[4:])}"
-
-    def extra_repr(self) -> str:
-        """Return sizes and form, as shown by print."""
-        form = f"bits={self.bits}, group_size={self.group_size}, low_rank={self.low_rank}"
-        return ", ".join((*self._geometry_parts(), form))
 
 
 allow_saving(QuantizedConv2d)

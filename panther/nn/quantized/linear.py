@@ -241,11 +241,7 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
 
     def extra_repr(self) -> str:
         """Return sizes and form, as shown by print."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
-            f"group_size={self.group_size}, low_rank={self.low_rank}, bias={self.bias is not None}"
-            + ("" if self.activations is None else f", activations={self.activations!r}")
-        )
+        return super().extra_repr() + ("" if self.activations is None else f", activations={self.activations!r}")
 
 
 allow_saving(QuantizedLinear)

@@ -199,10 +199,7 @@ class QuantizedMatrix(QuantizedState):
 
     @property
     def weight(self) -> Tensor:  # (out, in)
-        """The dense effective weight, for inspection: differentiable, computed at each access.
-
-        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
-        """
+        """The dense effective weight, for inspection: differentiable, made anew at each access."""
         if self._checked is not None:  # transformers asks for it while it loads the values.
             self.check_writes()
         return dense_weight(self._operands(), self.dtype)
