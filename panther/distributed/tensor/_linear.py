@@ -16,8 +16,8 @@ Parameters are DTensors, so that checkpoints and gradient norms see the full ten
 """
 
 __all__ = [
-    "ColwiseLinear", "ColwiseLowRankLinear", "ColwiseMonarchLinear", "ColwiseSKLinear", "Layouts", "RowwiseLinear",
-    "RowwiseLowRankLinear", "RowwiseMonarchLinear", "RowwiseSKLinear", "ShardedLayer", "SharedInput",
+    "Colwise", "ColwiseLinear", "ColwiseLowRankLinear", "ColwiseMonarchLinear", "ColwiseSKLinear", "Layouts", "Rowwise",
+    "RowwiseLinear", "RowwiseLowRankLinear", "RowwiseMonarchLinear", "RowwiseSKLinear", "ShardedLayer", "SharedInput",
     "VocabularyEmbedding", "shard_layer_", "share_input_",
 ]  # fmt: skip
 
@@ -34,6 +34,7 @@ from panther._torch import parameters_of, version_of
 from panther.distributed.comm.collectives import all_gather, all_reduce, on_first_rank, reduce_scatter, sum_in_backward
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._module import (
+    FullWeightOnDemand,
     ShardedModule,
     ShardedSketchedModule,
     become_,
@@ -41,7 +42,7 @@ from panther.distributed.tensor._module import (
     shard_parameter_,
     unflattened,
 )
-from panther.distributed.tensor.unshard import remember_, unshard_module
+from panther.distributed.tensor.unshard import remember_
 from panther.errors import ShapeError
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops.library import autocast
@@ -145,6 +146,20 @@ class ShardedLayer(ShardedModule):
     """Replicated parameters whose gradients are summed in every case, because each rank computes a part of them."""
 
 
+class Colwise(ShardedLayer):
+    """Base of layers that map ``(*, in)`` to this rank's part of ``(*, out)``."""
+
+    action = "outputs sharded"
+    size_name = "out_features"
+
+
+class Rowwise(ShardedLayer):
+    """Base of layers that map this rank's part of ``(*, in)`` to ``(*, out)``."""
+
+    action = "inputs sharded"
+    size_name = "in_features"
+
+
 class SharedInput:
     """The input of layers that are called one after another with the same tensor, such as q, k and v.
 
@@ -185,12 +200,10 @@ def share_input_(block: nn.Module) -> None:
             layer.shared_input = shared
 
 
-class ColwiseLinear(ShardedLayer, nn.Linear):
+class ColwiseLinear(Colwise, nn.Linear):
     """A dense layer whose outputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
-    action = "outputs sharded"
-    size_name = "out_features"
     shared_input: SharedInput | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -200,12 +213,10 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
         return self.layouts.give_columns(y)
 
 
-class RowwiseLinear(ShardedLayer, nn.Linear):
+class RowwiseLinear(Rowwise, nn.Linear):
     """A dense layer whose inputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
-    action = "inputs sharded"
-    size_name = "in_features"
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
@@ -274,12 +285,10 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
         return unflattened(sketched_outer(flattened(h), U1, S2, bias), h)
 
 
-class ColwiseSKLinear(ShardedSKLinear):
+class ColwiseSKLinear(Colwise, ShardedSKLinear):
     """A sketched layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(SKLinear, 0)
-    action = "outputs sharded"
-    size_name = "out_features"
     seen_in_parts = ("S1", "U2")
 
     def forward(self, input: Tensor) -> Tensor:
@@ -288,12 +297,10 @@ class ColwiseSKLinear(ShardedSKLinear):
         return self.layouts.give_columns(self.expanded(h))
 
 
-class RowwiseSKLinear(ShardedSKLinear):
+class RowwiseSKLinear(Rowwise, ShardedSKLinear):
     """A sketched layer whose inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(SKLinear, 1)
-    action = "inputs sharded"
-    size_name = "in_features"
     seen_in_parts = ("S2", "U1", "bias")
 
     def forward(self, input: Tensor) -> Tensor:
@@ -302,12 +309,10 @@ class RowwiseSKLinear(ShardedSKLinear):
         return self.expanded(self.layouts.scatter_or_sum(h))
 
 
-class ColwiseLowRankLinear(ShardedLayer, LowRankLinear):
+class ColwiseLowRankLinear(Colwise, LowRankLinear):
     """A low-rank layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(LowRankLinear, 0)
-    action = "outputs sharded"
-    size_name = "out_features"
     seen_in_parts = ("down",)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -317,12 +322,10 @@ class ColwiseLowRankLinear(ShardedLayer, LowRankLinear):
         return self.layouts.give_columns(unflattened(F.linear(flattened(h), up.mT, bias), h))
 
 
-class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
+class RowwiseLowRankLinear(Rowwise, LowRankLinear):
     """A low-rank layer whose inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(LowRankLinear, 1)
-    action = "inputs sharded"
-    size_name = "in_features"
     seen_in_parts = ("up", "bias")
 
     def forward(self, input: Tensor) -> Tensor:
@@ -333,25 +336,10 @@ class RowwiseLowRankLinear(ShardedLayer, LowRankLinear):
         return unflattened(F.linear(flattened(h), up.mT, bias), h)
 
 
-class ShardedMonarchLinear(ShardedLayer, MonarchLinear):
-    """Base of the sharded block layers."""
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, full; every rank must ask for it."""
-        return unshard_module(self).weight  # type: ignore[return-value]
-
-    def to_dense(self) -> Any:
-        """Return the dense layer of the full weight; every rank must ask for it."""
-        return unshard_module(self).to_dense()  # type: ignore[operator]
-
-
-class ColwiseMonarchLinear(ShardedMonarchLinear):
+class ColwiseMonarchLinear(Colwise, FullWeightOnDemand, MonarchLinear):
     """A block layer whose blocks' outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(MonarchLinear, 0)
-    action = "outputs sharded"
-    size_name = "out_features"
     always_summed = ("down",)
     shared_input: SharedInput | None = None
 
@@ -364,12 +352,10 @@ class ColwiseMonarchLinear(ShardedMonarchLinear):
         return self.layouts.give_columns(monarch_product(x, down, up, bias, sizes))
 
 
-class RowwiseMonarchLinear(ShardedMonarchLinear):
+class RowwiseMonarchLinear(Rowwise, FullWeightOnDemand, MonarchLinear):
     """A block layer whose blocks of inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = shards(MonarchLinear, 1)
-    action = "inputs sharded"
-    size_name = "in_features"
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""

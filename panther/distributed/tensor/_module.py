@@ -5,6 +5,7 @@ valid. The functions of this module send nothing; their callers have made the mo
 """
 
 __all__ = [
+    "FullWeightOnDemand",
     "ShardedModule",
     "ShardedSketchedModule",
     "become_",
@@ -92,7 +93,20 @@ class ShardedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class ShardedSketchedModule(ShardedModule, SketchedModule):
+class FullWeightOnDemand(ShardedModule):
+    """A layer whose dense weight is computed from full tensors; every rank must ask for it."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, full."""
+        return unshard_module(self).weight  # type: ignore[return-value]
+
+    def to_dense(self) -> Any:
+        """Return the dense layer of the full weight."""
+        return unshard_module(self).to_dense()  # type: ignore[operator]
+
+
+class ShardedSketchedModule(FullWeightOnDemand, SketchedModule):
     """A sketched module: its fitted sketches are DTensors too."""
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
@@ -108,14 +122,6 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
             if _is_full(value, shape) and not isinstance(getattr(self, name), DTensor):
                 state_dict[prefix + name] = distribute(value, self.tp_mesh, self.placement(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, full; every rank must ask for it."""
-        return unshard_module(self).weight  # type: ignore[return-value]
-
-    def to_dense(self) -> Any:
-        return unshard_module(self).to_dense()  # type: ignore[operator]
 
 
 def _is_full(value: Any, shape: tuple[int, ...]) -> bool:
