@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,34 @@ class CheckedGroups(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+
+    @torch.compiler.disable  # the step takes locks, compares ranks, and depends on counts, which a graph cannot hold
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and return the loss of the closure, or None without a closure.
+
+        If matrices are sharded, every rank must call it.
+
+        Raises:
+            ValueError: If a gradient is sparse.
+            ShapeError: If a parameter has changed its shape since its moments were made.
+            RuntimeError: If a CUDA graph captures the step.
+            TrainingError: Before a matrix changes, if a sketched update is not finite, although its gradient is.
+            DistributedError: On every rank, before anything changes, if ranks have other gradients or settings of
+                sharded matrices, or if shards are not the chunks of torch.chunk; if a rank has ended or is late; if the
+                momentum of a sharded matrix is not sharded.
+        """
+        self._refuse_capture()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    def _step_all(self) -> None:
+        """Take the step of every parameter that has a gradient."""
+        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`; moments are float32 or wider, where torch has the parameter's dtype."""

@@ -3,7 +3,7 @@
 __all__ = ["MuonAdamW"]
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,26 +108,7 @@ class MuonAdamW(CheckedGroups):
         super()._check_group(number)
         _check_matrices(self.param_groups[number])
 
-    @torch.compiler.disable  # the step takes locks and compares ranks, which a graph cannot hold
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, and return the loss of the closure, or None without a closure.
-
-        If matrices are sharded, every rank must call it.
-
-        Raises:
-            ValueError: If a gradient is sparse.
-            ShapeError: If a parameter has changed its shape since its momentum was made.
-            RuntimeError: If a CUDA graph captures the step.
-            DistributedError: On every rank, before anything changes, if some ranks have the gradient of a sharded
-                matrix and other ranks do not, or if shards are not the chunks of torch.chunk; if a rank has ended or is
-                late; if the momentum of a sharded matrix is not sharded.
-        """
-        self._refuse_capture()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step_all(self) -> None:
         orthogonalized = [group for group in self.param_groups if group["orthogonalize"]]
         for group in orthogonalized:
             if group.get("precision") is None and group["params"]:
@@ -154,7 +135,6 @@ class MuonAdamW(CheckedGroups):
         for group in self.param_groups:
             if not group["orthogonalize"]:
                 step_adamw(group, [p for p in group["params"] if p.grad is not None], self.state)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, with its settings, as torch's optimizers do.

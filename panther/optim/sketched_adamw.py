@@ -72,8 +72,7 @@ class _BackwardSteps:
                 "optimizer.step(): call optimizer.step() after every backward pass, and step_in_backward_(False) to "
                 "accumulate gradients"
             )
-        with torch.no_grad():
-            step_one(number, index)
+        step_one(number, index)
         parameter.grad = None
         self._stepped.add(parameter)
 
@@ -115,7 +114,8 @@ class SketchedAdamW(CheckedGroups):
     The first two are multiplied by the root of :math:`\min(m, n) / \mathrm{rank}`, so that the entries of all have at
     most the root mean square of the entries of R, and 1 in the first step. Parts of G that are zero are left out of R.
     The norm of the first two may grow by 1 % from step to step, or up to a root mean square of 0.5. Weight decay is
-    decoupled. Finite gradients of any size give finite updates.
+    decoupled. Finite gradients of any size give finite updates. A gradient with NaN makes its matrix NaN, or with
+    ``"projected"`` a part of it, and no other parameter.
     Tensors that are not real matrices, and groups with ``rank=None``, get AdamW; leave embeddings and heads to it, as
     :func:`sketched_param_groups` does.
 
@@ -272,37 +272,18 @@ class SketchedAdamW(CheckedGroups):
             name, p, _ = self.entry(number, index)
             steps.add(number, index, name, p)
 
-    @torch.compiler.disable  # signs depend on counts and on names, which a graph would hold as constants
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, and return the loss of the closure, or None without a closure.
-
-        If matrices are sharded, every rank must call it. A gradient with NaN makes its matrix NaN, or with
-        ``"projected"`` a part of it, and no other parameter.
-
-        Raises:
-            ValueError: If a gradient is sparse.
-            ShapeError: If a matrix has changed its shape since its moments were made.
-            RuntimeError: If a CUDA graph captures the step.
-            TrainingError: Before a matrix changes, if an update is not finite, although its gradient is.
-            DistributedError: On every rank, before anything changes, if ranks have other settings of sharded matrices,
-                or other gradients of them.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step_all(self) -> None:
         self._step_parameters(self._places())
         if self._backward_steps is not None:
             self._backward_steps.end_step()
-        return loss
 
+    @torch.no_grad()
     def _step_one(self, number: int, index: int) -> None:
+        self._refuse_capture()
         self._step_parameters([(number, index)])
 
     def _step_parameters(self, places: Sequence[tuple[int, int]]) -> None:
         """Take the step of parameters, by the numbers of their groups and their indices there."""
-        self._refuse_capture()
         entries = [self.entry(number, index) for number, index in places]
         sketched = [entry for entry in entries if _is_sketched(entry[1], entry[2])]
         self._agree_on_sketches()
