@@ -159,20 +159,6 @@ def test_after_a_lost_device_the_section_continues_in_a_new_process(suite, worke
     assert ("good", "measured") in statuses
 
 
-def test_a_command_is_ended_with_its_grace_and_not_before(suite):
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    begun = time.time()
-    assert suite._run(sleep, begun + 0.5, grace_s=0.5) is None
-    assert time.time() - begun >= 1
-    assert suite._run(sleep, time.time() + 60, grace_s=60, latest=time.time()) is None
-    assert suite._run([sys.executable, "-c", "raise SystemExit(7)"], time.time() + 600) == 7
-
-
-def test_a_busy_machine_has_a_longer_grace(suite, monkeypatch):
-    monkeypatch.setattr(suite.os, "getloadavg", lambda: (1e6, 0.0, 0.0))
-    assert suite.slowdown() == suite._LONGEST_GRACES
-
-
 def test_a_second_call_repeats_what_was_not_measured_alone(suite, recorder):
     measured = {"section": "sparse", "case": "a", "status": "measured"}
     recorder.add(measured)
@@ -218,22 +204,6 @@ def test_a_wrong_kernel_fails_its_check():
             run_check(check, torch.float32, backward)
 
 
-def test_predictions_that_rows_contradict_are_said():
-    from benchmarks.gpu.predictions import contradictions
-
-    def row(path, time_us):
-        return {
-            "section": "sklinear", "case": "8192x8192 R 16 batch 8192", "dtype": "float32", "precision": "high",
-            "direction": "forward", "mode": "graph", "alternative": path, "status": "measured",
-            "time_us": str(time_us),
-        }  # fmt: skip
-
-    agrees = [row("fused", 10), row("pair", 11), row("joined", 9.9)]
-    assert list(contradictions(agrees, triton=True)) == []
-    (sentence,) = contradictions([*agrees[:2], row("joined", 5)], triton=True)
-    assert "choose_path takes fused, 10 us, and joined takes 5 us" in sentence
-
-
 def test_every_aim_is_a_case_that_the_suite_measures(suite):
     """An aim whose case is renamed would silently count as not measured."""
     from benchmarks.gpu import report
@@ -243,18 +213,3 @@ def test_every_aim_is_a_case_that_the_suite_measures(suite):
         for section, problems in suite.PROBLEMS.items()
     }
     assert [aim for aim in report.AIMS if (aim.case, aim.direction) not in names[aim.section]] == []
-
-
-def test_aims_are_reached_missed_or_not_measured():
-    from benchmarks.gpu.report import Aim, verdict
-
-    aim = Aim("s", "c", "a", "graph", "forward", "of_roofline", 0.8)
-    row = {
-        "section": "s", "case": "c", "alternative": "a", "mode": "graph", "direction": "forward", "dtype": "bfloat16",
-        "status": "measured", "of_roofline": "0.81", "note": "",
-    }  # fmt: skip
-    assert verdict(aim, [row]) == ("0.81", "reached")
-    assert verdict(aim, [row | {"of_roofline": "0.79"}]) == ("0.79", "missed")
-    assert verdict(aim, [row | {"dtype": "float32"}]) == ("", "not measured")
-    failed = row | {"status": "failed", "of_roofline": "", "note": "why"}
-    assert verdict(aim, [failed]) == ("", "not measured: why")

@@ -207,32 +207,6 @@ def test_two_nodes_send_what_their_layout_needs_and_no_faster_than_the_link(monk
         assert times == sorted(set(times))
 
 
-def test_trials_of_files_continue_after_the_last_complete_part(tmp_path, monkeypatch):
-    from benchmarks.train import trial_files
-
-    seeds = []
-
-    def damage(folder, name, number, seed):
-        seeds.append(seed)
-        if len(seeds) == 4:
-            raise KeyboardInterrupt
-        return {"refused": number}
-
-    monkeypatch.setattr(trial_files.survival, "FORMATS", {"settings": None})
-    monkeypatch.setattr(trial_files.survival, "damage_files", damage)
-    monkeypatch.setattr(trial_files.survival, "survive_kills", lambda folder, number, seed: {"a new model": number})
-    monkeypatch.setattr(trial_files.survival, "save_at_once", lambda folder, number, processes: {"torn": number})
-    progress = tmp_path / "progress.json"
-    with pytest.raises(KeyboardInterrupt):
-        trial_files.run(25, 13, progress)
-    rows = trial_files.run(25, 13, progress)
-    assert seeds == [1, 2, 3, 4, *range(4, 11)]
-    assert [row["number"] for row in rows] == [25, 25, 13]
-    assert trial_files.run(25, 13, progress) == rows
-    with pytest.raises(SystemExit, match="of other sizes"):
-        trial_files.run(26, 13, progress)
-
-
 @pytest.mark.slow
 def test_an_encoder_is_compressed_exported_and_served():
     pytest.importorskip("sentence_transformers")

@@ -3,12 +3,8 @@
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
-import pytest
-import release_check
-import torch_constraints
 import yaml
 
 import panther
@@ -55,29 +51,6 @@ def test_the_pages_of_a_version_and_the_list_are_written_together(tmp_path):
     assert (entry["version"], entry["preferred"]) == (folder.name, True)
 
 
-def test_versions_that_torch_asks_for_are_not_constrained():
-    requirements = ["triton==3.7.1; platform_system == 'Linux'", "numpy", "sympy>=1.13"]
-    names = {line.partition("==")[0] for line in torch_constraints.constraints_beside(requirements)}
-    assert names >= {"torch", "numpy", "sympy"}
-    assert "triton" not in names
-    assert set(torch_constraints.constraints_beside(["filelock"])) == set(
-        torch_constraints.CONSTRAINTS.read_text().splitlines()
-    )
-
-
-def test_the_release_check_passes_over_shims(monkeypatch, tmp_path):
-    shim = tmp_path / "python3.0"
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    shim.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(release_check, "PYTHONS", ("3.0",))
-    pythons, absent_versions = release_check.interpreters(None)
-    assert list(pythons) == ["{}.{}".format(*sys.version_info)]
-    assert absent_versions == ["3.0"]
-    with pytest.raises(SystemExit, match="127"):
-        release_check.interpreters([str(shim)])
-
-
 def test_the_switcher_lists_the_newest_release_first(tmp_path):
     for name in ("0.2.0", "0.10.0", "dev", "images"):
         (tmp_path / name).mkdir()
@@ -86,13 +59,3 @@ def test_the_switcher_lists_the_newest_release_first(tmp_path):
     assert [entry["version"] for entry in found] == ["0.10.0", "0.2.0", "dev"]
     assert [entry["version"] for entry in found if entry.get("preferred")] == ["0.10.0"]
     assert found[1]["url"] == "https://example.org/panther/0.2.0/"
-
-
-def test_before_the_first_release_dev_is_preferred():
-    (found,) = switcher().entries(["dev"], "https://example.org")
-    assert found == {"version": "dev", "url": "https://example.org/dev/", "name": "dev", "preferred": True}
-
-
-def test_a_folder_without_versions_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="no folder of a version"):
-        switcher().main([str(tmp_path), "https://example.org"])
