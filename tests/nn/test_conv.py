@@ -201,17 +201,6 @@ def test_channels_last_is_kept(shape, mode):
     assert layer.S.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_channels_last_is_kept_in_three_dimensions(shape):
-    layer = SKConv3d(32, 48, 3, padding=1, **shape)
-    x = torch.randn(2, 32, 4, 5, 6)
-    last = x.to(memory_format=torch.channels_last_3d)
-    out, dense = layer(last), layer.to_conv()
-    assert out.stride() == dense(last).stride()
-    assert layer(x).is_contiguous()
-    assert_close(out, dense.double()(x.double()), torch.float32)
-
-
 def test_to_conv_keeps_the_kernels_format():
     layer = layer_of(SHAPES[0]).to(memory_format=torch.channels_last)
     assert layer.to_conv().weight.is_contiguous(memory_format=torch.channels_last)
@@ -275,16 +264,6 @@ def test_a_sketch_larger_than_the_layer_warns_once_and_works():
         warnings.simplefilter("error")
         layer(torch.randn(2, 64, 5, 5))
         SKConv2d(64, 128)
-
-
-def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():
-    layer = SKConv2d(64, 128)
-    U, S, seed = layer.U.clone(), layer.S.detach().clone(), layer.seed
-    layer.U.zero_()
-    layer.reset_parameters()
-    assert layer.seed == seed
-    assert torch.equal(layer.U, U)
-    assert not torch.equal(layer.S, S)
 
 
 def test_extra_repr():

@@ -248,16 +248,6 @@ def test_signs_are_drawn_once(monkeypatch, sketch, numbers):
     assert drawn == numbers
 
 
-def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():
-    layer = SKLinear(64, 48, 4)
-    U1, S1, seed = layer.U1.clone(), layer.S1.detach().clone(), layer.seed
-    layer.U1_signs.zero_()
-    layer.reset_parameters()
-    assert layer.seed == seed
-    assert torch.equal(layer.U1, U1)
-    assert not torch.equal(layer.S1, S1)
-
-
 def test_extra_repr():
     expected = "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5"
     assert repr(SKLinear(64, 48, 2, 3, seed=5)) == f"{expected}, sketch='sparse')"

@@ -5,84 +5,44 @@ import warnings
 
 import pytest
 import torch
-from compressed_layers import with_stored_sketches
+from compressed_layers import every_layer, with_stored_sketches
 from torch import nn
 
 import panther as pr
 from panther.nn import (
-    InterpolativeLinear,
-    LowRankConv2d,
     QuantizedConv2d,
     QuantizedLinear,
-    SKConv1d,
     SKConv2d,
-    SKConv3d,
     SKLinear,
 )
 from panther.nn.linears import LinearPair
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Some of these sketches are larger than the dense layers.
-pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
-
-LAYERS = {
-    "sparse": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, dtype=dtype), (4, 37)),
-    "signs": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, sketch="signs", dtype=dtype), (4, 37)),
-    "packed": (lambda dtype: SKLinear(64, 96, 4, sketch="signs", packed=True, dtype=dtype), (2, 3, 64)),
-    "stored sketches": (lambda dtype: with_stored_sketches(SKLinear(40, 24, 7, dtype=dtype)), (5, 40)),
-    "size one": (lambda dtype: SKLinear(1, 1, 1, bias=False, dtype=dtype), (0, 1)),
-    "int4": (lambda dtype: QuantizedLinear(65, 33, 4, group_size=16, low_rank=3, dtype=dtype), (5, 65)),
-    "int8 low rank": (lambda dtype: QuantizedLinear(65, 33, None, low_rank=3, bias=False, dtype=dtype), (65,)),
-    "interpolative": (lambda dtype: InterpolativeLinear.from_linear(nn.Linear(40, 24, dtype=dtype), 7), (5, 40)),
-    "convolution in groups": (
-        lambda dtype: SKConv2d(
-            6, 10, (3, 4), padding="same", groups=2, low_rank=4, padding_mode="reflect", dtype=dtype
-        ),
-        (2, 6, 9, 9),
-    ),
-    "low-rank convolution": (
-        lambda dtype: LowRankConv2d.from_conv(
-            nn.Conv2d(8, 16, 3, dtype=dtype).to(memory_format=torch.channels_last), 6
-        ),
-        (2, 8, 9, 9),
-    ),
-    "convolution in int4": (
-        lambda dtype: QuantizedConv2d(
-            6, 10, (3, 4), padding="same", groups=2, bits=4, low_rank=3, padding_mode="reflect", dtype=dtype
-        ),
-        (2, 6, 9, 9),
-    ),
-    "convolution in int8 low rank": (
-        lambda dtype: QuantizedConv2d(6, 10, 3, 2, bits=None, low_rank=3, bias=False, dtype=dtype),
-        (2, 6, 9, 9),
-    ),
-    "convolution of groups in int8 low rank": (
-        lambda dtype: QuantizedConv2d(6, 10, 3, 2, groups=2, bits=None, low_rank=3, dtype=dtype),
-        (2, 6, 9, 9),
-    ),
-    "one dimension": (lambda dtype: SKConv1d(6, 10, 3, stride=2, padding=1, low_rank=4, dtype=dtype), (2, 6, 9)),
-    "three dimensions": (lambda dtype: SKConv3d(4, 6, 2, low_rank=2, dilation=2, dtype=dtype), (1, 4, 5, 6, 7)),
-}
+pytestmark = [
+    # Some of these sketches are larger than the dense layers.
+    pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning"),
+    # A warning of torch about its own convolution, which conv1d becomes.
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
+]
 
 
+@every_layer("dense")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LAYERS)
-def test_output_is_the_same_up_to_rounding(name, dtype):
-    torch.manual_seed(0)
-    make, shape = LAYERS[name]
-    model, x = nn.Sequential(make(dtype)), torch.randn(shape, dtype=dtype)
-    expected = model(x)
-    report = pr.to_linears_(model)
-    plain = list(model[0].modules())
-    assert all(isinstance(module, (*PLAIN, nn.Sequential)) for module in plain)
-    assert not list(model.buffers())
-    output = model(x)
-    assert output.dtype is dtype
-    assert output.shape == expected.shape
-    assert (output - expected).double().norm() <= 8 * torch.finfo(dtype).eps * expected.double().norm()
-    assert len(report.replaced) == 1
-    assert not report.skipped
-    assert name not in ("int4",) or "Linear(65, 33)" in str(report)
+def test_output_is_the_same_up_to_rounding(kind, dtype):
+    for batch in kind.batches:
+        model, x = nn.Sequential(kind.layer(dtype=dtype)), kind.x(*batch, dtype=dtype)
+        expected = model(x)
+        report = pr.to_linears_(model)
+        plain = list(model[0].modules())
+        assert all(isinstance(module, (*PLAIN, nn.Sequential)) for module in plain)
+        assert not list(model.buffers())
+        output = model(x)
+        assert output.dtype is dtype
+        assert output.shape == expected.shape
+        assert (output - expected).double().norm() <= 8 * torch.finfo(dtype).eps * expected.double().norm()
+        assert len(report.replaced) == 1
+        assert not report.skipped
+        assert kind.name != "int4" or "Linear(64, 48)" in str(report)
 
 
 def test_signs_of_half_precision_stay_exact():

@@ -1,7 +1,6 @@
 """Low-rank layers: the truncated SVD of dense layers, components that are zero, and SKLinear as two factors."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -123,39 +122,10 @@ def test_conversion_keeps_everything_else(dtype):
 
 
 def test_bad_input():
-    dense, kernel = linear(8, 8), conv()
-    with torch.no_grad():
-        dense.weight[3, 3] = kernel.weight[3, 3] = math.nan
-    for convert, module in ((LowRankLinear.from_linear, dense), (LowRankConv2d.from_conv, kernel)):
-        with pytest.raises(ValueError, match="the weight has entries that are NaN or infinite"):
-            convert(module, 2)
-        with pytest.raises(ValueError, match="the weight is on the meta device and has no values to fit"):
-            convert(module.to("meta"), 2)
-        with pytest.raises(TypeError, match=r"takes an nn\..*, not Conv1d"):
-            convert(nn.Conv1d(1, 1, 1), 2)
-    with pytest.raises(ValueError, match="LazyConv2d: it has no weight yet: run the model once first"):
-        LowRankConv2d.from_conv(nn.LazyConv2d(4, 3), 2)
     with pytest.raises(ShapeError, match="rank=3 must be divisible by groups=2"):
         LowRankConv2d(4, 4, 3, groups=2, rank=3)
     with pytest.raises(ShapeError, match=r"left must have shape \(6, 2\) in this layer, not \(6, 3\)"):
         LowRankLinear(8, 6, 2).set_factors_(torch.ones(6, 3), torch.ones(3, 8))
-
-
-def test_training_follows_a_pair_of_linear_layers():
-    torch.manual_seed(0)
-    layer = LowRankLinear(24, 16, 5, dtype=torch.float64)
-    pair = nn.Sequential(nn.Linear(24, 5, bias=False), nn.Linear(5, 16)).double()
-    with torch.no_grad():
-        for parameter, value in zip(pair.parameters(), (layer.down.mT, layer.up.mT, layer.bias), strict=True):
-            parameter.copy_(value)
-    x = torch.randn(8, 24, dtype=torch.float64)
-    for model in (layer, pair):
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    assert_close(layer(x), pair(x))
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,6 @@ def set_forward_(layer):
     layer.forward = lambda *args: args
 
 
-def add_gradient_hook_(layer):
-    weighted(layer).weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
 LOSSES = {
     "has a forward that was set on it": set_forward_,
     "hooks, which would be lost": lambda layer: layer.register_forward_hook(lambda *_: None),
@@ -129,6 +125,28 @@ def test_what_users_set_is_kept(kind, sizes, make, trained):
     assert layer.learning_rate_factor == 3.0
 
 
+LAZY = {nn.Linear: nn.LazyLinear, nn.Conv1d: nn.LazyConv1d, nn.Conv2d: nn.LazyConv2d, nn.Conv3d: nn.LazyConv3d}
+RANDOM = {
+    "SKLinear, random": (nn.Linear, (48, 40), lambda layer: SKLinear.from_linear(layer, 1, 3, init="random")),
+    "SKConv2d, random": (nn.Conv2d, (8, 16, 3), lambda layer: SKConv2d.from_conv(layer, 1, 3, init="random")),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS | RANDOM if name != "attention"])
+def test_a_weight_without_sound_values_is_named(name):
+    kind, sizes, make = (MAKERS | RANDOM)[name]
+    layer = kind(*sizes)
+    for value in (torch.nan, torch.inf):
+        layer.weight.data[3, 3] = value
+        with pytest.raises(ValueError, match="the weight has entries that are NaN or infinite"):
+            make(layer)
+    with pytest.raises(ValueError, match="the weight is on the meta device and has no values to fit"):
+        make(layer.to("meta"))
+    if kind in LAZY:
+        with pytest.raises(ValueError, match=f"{LAZY[kind].__name__}: it has no weight yet: run the model once first"):
+            make(LAZY[kind](*sizes[1:]))
+
+
 def test_layers_of_torch_that_are_subclasses_are_taken():
     layer = NonDynamicallyQuantizableLinear(48, 40)
     assert (LowRankLinear.from_linear(layer, 40).weight - layer.weight).norm() < 1e-4
@@ -136,9 +154,6 @@ def test_layers_of_torch_that_are_subclasses_are_taken():
     eighth.weight = nn.Parameter(eighth.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match=r"has a weight of type Tensor, torch\.float8_e4m3fn: compress a plain"):
         LowRankLinear.from_linear(eighth, 4)
-    lazy = nn.LazyConv2d(16, 3)
-    with pytest.raises(ValueError, match="has no weight yet"):
-        LowRankConv2d.from_conv(lazy, 4)
 
 
 def test_a_compressed_layer_with_a_forward_of_its_own_stays():

@@ -222,26 +222,6 @@ def test_a_step_changes_scales_relative_to_their_size(form):
     assert torch.equal(layer.train_scales_(False).weight, inferred)
 
 
-def test_the_floats_can_be_trained():
-    linear = dense()
-    layer = QuantizedLinear.from_linear(linear, 4, group_size=25, low_rank=2).train_scales_()
-    x = torch.randn(200, 100)
-    target = linear(x).detach()
-    error = lambda: (layer(x) - target).square().mean()  # noqa: E731
-    best = error().item()
-    with torch.no_grad():
-        layer.scales.mul_(1.2)
-    for _ in range(20):
-        gradients = torch.autograd.grad(error(), list(layer.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
-                parameter -= 0.02 * gradient / gradient.square().mean().sqrt()
-    trained = error().item()
-    assert trained < 3 * best  # it began at ten times that
-    assert layer.train_scales_(False).scales.dtype is torch.bfloat16
-    assert error().item() == pytest.approx(trained, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
@@ -262,16 +242,7 @@ def test_bad_arguments(arguments, options, error, match):
         QuantizedLinear(*arguments, **options)
 
 
-def test_bad_weights_are_refused():
-    linear = dense()
-    with pytest.raises(TypeError, match=r"takes an nn\.Linear, not Conv1d"):
-        QuantizedLinear.from_linear(nn.Conv1d(3, 3, 1))
-    for value in (torch.nan, torch.inf):
-        linear.weight.data[3, 5] = value
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            QuantizedLinear.from_linear(linear)
-    with pytest.raises(ValueError, match="meta device"):
-        QuantizedLinear.from_linear(linear.to("meta"))
+def test_weights_beyond_bfloat16_are_refused():
     huge = dense(dtype=torch.float64)
     huge.weight.data *= 1e300
     with pytest.raises(ValueError, match="too large for bfloat16"):

@@ -266,6 +266,19 @@ def test_averages_keep_one_seed_and_refuse_two(make):
 
 
 @both
+def test_reset_parameters_keeps_the_seed_and_redraws_the_rest(make):
+    layer = make()
+    original = snapshot(layer)
+    drawn = "S" if make is conv else "S1"
+    for name in layer.sketch_names:
+        getattr(layer, name).zero_()
+    layer.reset_parameters()
+    assert layer.seed == 3
+    assert all(torch.equal(getattr(layer, name), original[name]) for name in layer.sketch_names)
+    assert not torch.equal(getattr(layer, drawn), original[drawn])
+
+
+@both
 def test_a_broadcast_record_is_adopted(make):
     layer, other = make(seed=3), make(seed=4)
     layer.sketch_seed.copy_(other.sketch_seed)
@@ -276,14 +289,3 @@ def test_a_broadcast_record_is_adopted(make):
     for use in (other.check_record, other.state_dict, lambda: other(x_of(make))):
         with pytest.raises(SketchMismatchError, match="has trained sketches, and this layer has seed 4: call"):
             use()
-
-
-@both
-def test_casts_keep_the_signs(make):
-    layer = make()
-    original = snapshot(layer)
-    layer.half()
-    assert all(set(getattr(layer, name).unique().tolist()) == {-1.0, 1.0} for name in layer.sketch_names)
-    layer.float()
-    for name in (*layer.sketch_names, "sketch_seed"):
-        assert torch.equal(getattr(layer, name), original[name])
