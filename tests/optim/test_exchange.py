@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import panther as pr
 from panther.distributed import CommunicationCounter, checkpoint, data_parallel, make_mesh, tensor_parallel
 from panther.errors import DistributedError, ShapeError
-from panther.optim import MuonAdamW
+from panther.optim import MuonAdamW, SketchedAdamW, sketched_param_groups
 
 pytestmark = pytest.mark.distributed
 
@@ -150,6 +150,14 @@ def muon(model):
     return MuonAdamW([{"params": matrices, "orthogonalize": True}, {"params": rest}], lr=0.02)
 
 
+def sketched(model):
+    groups = sketched_param_groups(getattr(model, "module", model), rank=3)
+    return SketchedAdamW(groups, lr=0.02, rank=3, period=3, seed=7)
+
+
+each_optimizer = pytest.mark.parametrize("optimizer_of", [muon, sketched])
+
+
 def laid_out(model, layout):
     if layout in ("tp", "fsdp and tp"):
         mesh = make_mesh(dp=2, tp=2) if layout == "fsdp and tp" else make_mesh(tp=dist.get_world_size())
@@ -178,36 +186,38 @@ def assert_near(actual, expected):
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
+@each_optimizer
 @pytest.mark.parametrize("layouts", [("ddp", "fsdp"), ("hybrid", "tp", "fsdp and tp")])
-def test_models_train_as_on_one_process(layouts):
+def test_models_train_as_on_one_process(layouts, optimizer_of):
     def rank():
         outcomes = {}
         for layout in layouts:
             model = laid_out(network(0), layout)
-            outcomes[layout] = train(model, muon(model), range(3))
+            outcomes[layout] = train(model, optimizer_of(model), range(4))
         return outcomes
 
     model = network(0)
-    expected = train(model, muon(model), range(3))
+    expected = train(model, optimizer_of(model), range(4))
     for outcomes in on_ranks(rank, 2 if layouts[0] == "ddp" else 4):
         for weights in outcomes.values():
             assert_near(weights, expected)
 
 
-def assert_checkpoints_continue(optimizer_of, folder):
+@each_optimizer
+def test_a_checkpoint_of_one_layout_continues_in_others(optimizer_of, tmp_path):
     """Save in one layout, and continue in others; the same layout continues bit for bit."""
 
     def save():
         model = laid_out(network(0), "fsdp")
         optimizer = optimizer_of(model)
         train(model, optimizer, range(2))
-        checkpoint.save(folder, model, optimizer, step=2)
+        checkpoint.save(tmp_path, model, optimizer, step=2)
         return train(model, optimizer, range(2, 4))
 
     def load(layout):
         model = laid_out(network(9), layout)
         optimizer = optimizer_of(model)
-        checkpoint.load(folder, model, optimizer)
+        checkpoint.load(tmp_path, model, optimizer)
         return train(model, optimizer, range(2, 4))
 
     model = network(0)
@@ -230,10 +240,6 @@ def test_shards_that_are_no_chunks_are_refused_on_all_ranks():
         return torch.equal(p.to_local(), local)
 
     assert on_ranks(rank) == [True, True]
-
-
-def test_a_checkpoint_of_one_layout_continues_in_others(tmp_path):
-    assert_checkpoints_continue(muon, tmp_path)
 
 
 def test_states_and_gradients_that_cannot_be():

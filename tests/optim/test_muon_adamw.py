@@ -194,33 +194,3 @@ def test_updates_of_low_rank_which_earlier_versions_had_are_refused_with_advice(
     state["param_groups"][0]["rank"] = 2
     with pytest.raises(CheckpointError, match="group 0 of the state has updates of rank 2: updates of low rank are"):
         optimizer.load_state_dict(state)
-
-
-def test_a_trainer_takes_it():
-    model, x = network(), torch.randn(32, 96)
-    target = torch.randint(5, (32,), generator=torch.Generator().manual_seed(0))
-    config = pr.train.TrainConfig(epochs=50, batch_size=32)
-    optimizer = MuonAdamW(param_groups(model, lr=2e-3))
-    loss = nn.functional.cross_entropy
-    first_loss = loss(model(x), target).item()
-    pr.train.Trainer(model, optimizer, loss, config).fit(torch.utils.data.TensorDataset(x, target))
-    assert loss(model(x), target).item() < first_loss / 2
-
-
-def differences_under_fsdp():
-    """Largest difference of each parameter, sharded over two ranks, from training on one, relative to the largest."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, alone = network(), network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    for one in (model, alone):
-        take_steps(one, MuonAdamW(param_groups(one, lr=1e-2)))
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return [((sharded.full_tensor() - p).abs().max() / p.abs().max()).item() for sharded, p in pairs]
-
-
-@pytest.mark.distributed
-def test_sharded_factors_take_the_same_steps():
-    differences = pr.distributed.launch(differences_under_fsdp, nproc=2, start_method="fork")
-    assert max(value for rank in differences for value in rank) < 4e-4

@@ -180,12 +180,14 @@ def test_matrices_of_one_row_have_rank_one(shape, update):
         SketchedAdamW([{"params": [("weight", p)], "rank": 2}], **SETTINGS)
 
 
-def test_strides_of_parameters_and_gradients_do_not_matter():
+@pytest.mark.parametrize("update", UPDATES)
+def test_strides_of_parameters_and_gradients_do_not_matter(update):
+    """Models in channels_last have weights of other strides: clovaai/AdamP#17."""
     weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     results = []
     for is_transposed in (False, True):
         p = nn.Parameter(weight.clone().T.contiguous().T if is_transposed else weight.clone())
-        optimizer = SketchedAdamW([("weight", p)], **SETTINGS)
+        optimizer = SketchedAdamW([("weight", p)], **SETTINGS | {"update": update})
         for step in range(3):
             gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
             p.grad = gradient if is_transposed else gradient.T.contiguous().T

@@ -8,9 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from panther.distributed import make_mesh
 from panther.errors import DistributedError
-from panther.optim import SketchedAdamW, sketched_param_groups
+from panther.optim import SketchedAdamW
 from panther.optim.sketched_update import UPDATES
-from tests.optim.test_exchange import assert_checkpoints_continue, assert_near, laid_out, network, train
 
 pytestmark = pytest.mark.distributed
 
@@ -160,28 +159,3 @@ def test_seeds_of_a_state_that_is_loaded_later_are_compared():
         assert torch.equal(whole(p), first_values)
 
     on_ranks(rank)
-
-
-def sketched(model):
-    groups = sketched_param_groups(getattr(model, "module", model), rank=3)
-    return SketchedAdamW(groups, lr=0.02, rank=3, period=3, seed=7)
-
-
-@pytest.mark.parametrize("layouts", [("ddp", "fsdp"), ("hybrid", "tp", "fsdp and tp")])
-def test_models_train_as_on_one_process(layouts):
-    def rank():
-        outcomes = []
-        for layout in layouts:
-            model = laid_out(network(0), layout)
-            outcomes.append(train(model, sketched(model), range(4)))
-        return outcomes
-
-    model = network(0)
-    expected = train(model, sketched(model), range(4))
-    for outcomes in on_ranks(rank, 2 if layouts[0] == "ddp" else 4):
-        for weights in outcomes:
-            assert_near(weights, expected)
-
-
-def test_a_checkpoint_of_one_layout_continues_in_others(tmp_path):
-    assert_checkpoints_continue(sketched, tmp_path)
