@@ -46,87 +46,9 @@ def init(kind, *options, script="train.py", arguments=()):
     assert main(["init", kind, *options, script, *arguments]) == 0
 
 
-# Schemas, by hand from the documentation of Kubernetes 1.31 and of Kubeflow's training operator 1.8: a type, a list of
-# one schema, or a dict of fields, of which those with a ! are required.
-
-CONTAINER = {
-    "!name": str,
-    "!image": str,
-    "command": [str],
-    "args": [str],
-    "volumeMounts": [{"!name": str, "!mountPath": str}],
-    "resources": {"limits": {"nvidia.com/gpu": str, "cpu": str, "memory": str}},
-    "ports": [{"name": str, "!containerPort": int}],
-    "env": [{"!name": str, "valueFrom": {"fieldRef": {"!fieldPath": str}}}],
-}
-POD = {
-    "spec": {
-        "!containers": [CONTAINER],
-        "restartPolicy": str,
-        "subdomain": str,
-        "terminationGracePeriodSeconds": int,
-        "volumes": [{"!name": str, "emptyDir": {"medium": str}, "persistentVolumeClaim": {"!claimName": str}}],
-    }
-}
-SERVICE = {
-    "!apiVersion": "v1",
-    "!kind": "Service",
-    "!metadata": {"!name": str},
-    "!spec": {
-        "clusterIP": "None",
-        "selector": {"batch.kubernetes.io/job-name": str},
-        "publishNotReadyAddresses": bool,
-        "!ports": [{"name": str, "!port": int}],
-    },
-}
-JOB = {
-    "!apiVersion": "batch/v1",
-    "!kind": "Job",
-    "!metadata": {"!name": str},
-    "!spec": {
-        "completions": int,
-        "parallelism": int,
-        "completionMode": "Indexed",
-        "backoffLimit": int,
-        "!template": POD,
-    },
-}
-REPLICAS = {"!replicas": int, "restartPolicy": "OnFailure", "!template": POD}
-PYTORCHJOB = {
-    "!apiVersion": "kubeflow.org/v1",
-    "!kind": "PyTorchJob",
-    "!metadata": {"!name": str},
-    "!spec": {
-        "nprocPerNode": str,
-        "runPolicy": {"backoffLimit": int, "cleanPodPolicy": "None"},
-        "!pytorchReplicaSpecs": {"!Master": REPLICAS, "Worker": REPLICAS},
-    },
-}
-TRAINJOB = {
-    "!apiVersion": "trainer.kubeflow.org/v1alpha1",
-    "!kind": "TrainJob",
-    "!metadata": {"!name": str},
-    "!spec": {
-        "!runtimeRef": {"!name": "torch-distributed"},
-        "trainer": {
-            "image": str,
-            "command": [str],
-            "args": [str],
-            "numNodes": int,
-            "numProcPerNode": int,
-            "resourcesPerNode": CONTAINER["resources"],
-        },
-        "runtimePatches": [{"!manager": str, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [{
-            "!name": "node",
-            "template": {"spec": {"template": {"spec": {
-                "containers": [{"!name": "node", "volumeMounts": CONTAINER["volumeMounts"]}],
-                "terminationGracePeriodSeconds": int,
-                "volumes": POD["spec"]["volumes"],
-            }}}},
-        }]}}}}],
-    },
-}  # fmt: skip
-RAY_POD = {"!spec": POD["spec"] | {"volumes": [POD["spec"]["volumes"][0] | {"configMap": {"name": str}}]}}
+# The schema of a RayJob, of which KubeRay publishes none: a type, a list of one schema, or a dict of fields, where a !
+# marks those that are required. tests/cli/test_init_schemas.py has the schemas that are published, of the other files.
+RAY_POD = {"!spec": dict}
 RAYJOB = {
     "!apiVersion": "ray.io/v1",
     "!kind": "RayJob",
@@ -169,14 +91,6 @@ def faults(value, schema, path="."):
     return [] if type(value) is schema else [f"{path}: {value!r} is no {schema.__name__}"]
 
 
-def test_the_schemas_object():
-    pod = {"spec": {"containers": [{"name": "x", "imagge": "y"}]}}
-    assert faults(pod, POD) == [".spec.containers.[0]: image is missing", ".spec.containers.[0]: imagge is unknown"]
-    assert faults({"spec": {"containers": []}}, POD) == [".spec.containers.: [] is no list"]
-    assert faults({"port": "1"}, {"!port": int}) == [".port.: '1' is no int"]
-    assert faults({"kind": "Jobs"}, {"!kind": "Job"}) == [".kind.: 'Jobs' is not 'Job'"]
-
-
 SIZES = ["--nodes=2", "--gpus-per-node=4", "--cpus-per-node=16", "--memory=64G", "--image=me/x:1", "--max-restarts=2"]
 
 
@@ -186,12 +100,16 @@ def test_kubernetes(options):
     service, job = yaml.safe_load_all(Path("job.yaml").read_text())
     pytorchjob = yaml.safe_load(Path("pytorchjob.yaml").read_text())
     trainjob = yaml.safe_load(Path("trainjob.yaml").read_text())
-    assert faults(service, SERVICE) + faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) == []
-    assert faults(trainjob, TRAINJOB) == []
+    versions = [document["apiVersion"] for document in (service, job, pytorchjob, trainjob)]
+    assert versions == ["v1", "batch/v1", "kubeflow.org/v1", "trainer.kubeflow.org/v1alpha1"]
+    assert (service["spec"]["clusterIP"], job["spec"]["completionMode"]) == ("None", "Indexed")
+    assert pytorchjob["spec"]["runPolicy"]["cleanPodPolicy"] == "None"
+    assert trainjob["spec"]["runtimeRef"]["name"] == "torch-distributed"
     nodes = 2 if options is SIZES else 1
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == nodes
     replicas = pytorchjob["spec"]["pytorchReplicaSpecs"]
     assert sum(entry["replicas"] for entry in replicas.values()) == nodes
+    assert {entry["restartPolicy"] for entry in replicas.values()} == {"OnFailure"}
     trainer = trainjob["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (nodes, 4 if nodes == 2 else 1)
     containers = {
@@ -214,7 +132,6 @@ def test_a_volume_outlives_the_pods():
     _, job = yaml.safe_load_all(Path("job.yaml").read_text())
     pytorchjob = yaml.safe_load(Path("pytorchjob.yaml").read_text())
     trainjob = yaml.safe_load(Path("trainjob.yaml").read_text())
-    assert faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) + faults(trainjob, TRAINJOB) == []
     (patch,) = trainjob["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pods = (
@@ -437,9 +354,6 @@ def test_a_script_on_the_command_line_wins():
     Path("job.toml").write_text('[launch]\nargs = ["--lr", "1"]\n')
     init("slurm", "--config=job.toml", "--force", script="other.py")
     assert "    other.py\n    --lr\n    1\n)" in Path("slurm.sbatch").read_text()
-
-
-TRAINS = 'model = "mine:net"\ndata = "mine:data"\n[launch]\nimage = "x"\n'
 
 
 def test_slurm_without_cores_is_noted(capsys):

@@ -247,26 +247,6 @@ def test_restarts_run_out(script):
         launch_distributed_training(file, max_restarts=2)
 
 
-@pytest.mark.slow
-def test_killed_worker_of_a_process_group_is_restarted(script, capfd):
-    file = script("""
-        import torch, torch.distributed as dist
-        from panther.distributed import init, shutdown
-        init()
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(x)
-        print(dist.get_backend(), x.item())
-        shutdown()
-    """)
-    assert main(["launch", "--nproc-per-node=2", "--backend=gloo", "--max-restarts=1", file]) == 0
-    out, err = capfd.readouterr()
-    assert out == "gloo 4.0\n"
-    assert "panther: all processes start again" in err
-
-
 # Signals
 
 
