@@ -60,3 +60,15 @@ def device(request, monkeypatch):
     selection.backend.cache_clear()
     yield torch.device(request.param)
     selection.backend.cache_clear()
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fill what ``new_empty`` returns with NaN, as memory may be."""
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(*args, **kwargs):
+        tensor = new_empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)

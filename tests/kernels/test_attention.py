@@ -513,24 +513,6 @@ def test_chunks_continue_a_state(chunks, with_scale):
     assert units is None or torch.equal(absorbed_units, units)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_masked_token_changes_nothing(scaled):
-    q, k, v = operands(2, n=1, D=4, E=3, grad=False)
-    state, units = torch.rand(2, 4, 4), torch.zeros(2, 1)
-    if not scaled:
-        y, state_after, _ = chunked.continued_attention(0 * q, k, v, None, state, None)
-        assert torch.equal(y, torch.zeros_like(y))  # a denominator of 0
-        assert_close(
-            state_after, (state.double() + k.double().mT @ torch.nn.functional.pad(v.double(), (0, 1), value=1))
-        )
-        return
-    masked = torch.full_like(units, -INF)
-    y, state_after, units_after = chunked.continued_attention(q, k * torch.nan, v * torch.nan, masked, state, units)
-    assert torch.equal(state_after, state)
-    assert torch.equal(units_after, units)
-    assert y.isfinite().all()
-
-
 @pytest.mark.parametrize("with_scale", [False, True])
 @pytest.mark.parametrize("chunks", [1, [3, 2]])
 def test_derivatives_through_a_state(chunks, with_scale):

@@ -1,9 +1,10 @@
 """The product with a quantized weight: the Triton kernel in the interpreter against float64, and the operator."""
 
 import pytest
+import quantized_operands
 import torch
 from covering import half_of
-from panther.kernels import pack_codes, reference
+from panther.kernels import reference
 from tolerances import KERNEL_RMS, rms_error
 
 from panther.nn import QuantizedLinear
@@ -24,29 +25,17 @@ SHAPES = [
 
 
 def operands(rows, columns, outputs, group_size, rank, bits, dtype):
-    generator = torch.Generator().manual_seed(rows + columns + bits)
-
-    def integers(top, *shape):
-        return torch.randint(top, shape, generator=generator)
-
-    groups = -(-columns // group_size)
-    codes = integers(2**bits, outputs, columns).to(torch.uint8)
-    scales = torch.rand(outputs, groups, generator=generator).to(torch.bfloat16)
-    zeros = integers(2**bits, outputs, groups).to(torch.uint8)
-    x = torch.randn(rows, columns, generator=generator).to(dtype)
-    inner = left = bias = None
-    if rank:
-        inner = torch.randn(rows, rank, generator=generator).to(dtype)
-        left = (integers(255, outputs, rank) - 127).to(torch.int8)
-        bias = torch.randn(outputs, generator=generator).to(dtype)
-    return (x, pack_codes(codes, bits), bits, scales, zeros, group_size, inner, left, bias), codes
+    """The kernel takes the product of x and the right factor."""
+    args, numbers = quantized_operands.operands(rows, columns, outputs, group_size, rank, bits, dtype, bias=rank > 0)
+    x, left, right, factor_scales, bias = args[0], *args[6:]
+    inner = None if left is None else (x.double() @ right.double().mT * factor_scales).to(dtype)
+    return (*args[:6], inner, left, bias), numbers
 
 
-def exact(args, codes):
-    x, _, _, scales, zeros, group_size, inner, left, bias = args
-    s, z = (t.double().repeat_interleave(group_size, 1)[:, : codes.shape[1]] for t in (scales, zeros))
-    y = x.double() @ ((codes.double() - z) * s).mT
-    return y if inner is None else y + inner.double() @ left.double().mT + bias.double()
+def exact(args, numbers):
+    *of_codes, inner, left, bias = args
+    y = quantized_operands.exact((*of_codes, None, None, None, bias), numbers)
+    return y if inner is None else y + inner.double() @ left.double().mT
 
 
 def by_kernel(*args):

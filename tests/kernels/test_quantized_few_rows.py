@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, pack_codes, quantized_matmul
+from panther.kernels import QuantizedCodes, QuantizedFactors, QuantizedOperands, quantized_matmul
 from panther.kernels._triton import _launch
+from quantized_operands import exact, operands
 from tolerances import KERNEL_RMS, rms_error
 
 OPERATOR = torch.ops.panther.quantized_matmul_few_rows.default
@@ -19,35 +20,6 @@ SHAPES = [
     (1, 301, 3, 64, 0),
     (1, 1024, 17, 1024, 2),
 ]
-
-
-def operands(rows, columns, outputs, group_size, rank, bits, dtype, bias=True):
-    generator = torch.Generator().manual_seed(rows + columns + bits)
-
-    def integers(top, *shape):
-        return torch.randint(top, shape, generator=generator)
-
-    groups = -(-columns // group_size)
-    numbers = integers(2**bits, outputs, columns).to(torch.uint8)
-    scales = torch.rand(outputs, groups, generator=generator).to(torch.bfloat16)
-    zeros = integers(2**bits, outputs, groups).to(torch.uint8)
-    x = torch.randn(rows, columns, generator=generator).to(dtype)
-    factors = (None, None, None)
-    if rank:
-        left, right = ((integers(255, *shape) - 127).to(torch.int8) for shape in ((outputs, rank), (rank, columns)))
-        factors = left, right, torch.rand(rank, generator=generator) * 2**bits / 8000
-    bias = torch.randn(outputs, generator=generator).to(dtype) if bias else None
-    return (x, pack_codes(numbers, bits), bits, scales, zeros, group_size, *factors, bias), numbers
-
-
-def exact(args, numbers):
-    x, _, _, scales, zeros, group_size, left, right, factor_scales, bias = args
-    s, z = (t.double().repeat_interleave(group_size, 1)[:, : numbers.shape[1]] for t in (scales, zeros))
-    weight = (numbers.double() - z) * s
-    if left is not None:
-        weight += left.double() * factor_scales.double() @ right.double()
-    y = x.double() @ weight.mT
-    return y if bias is None else y + bias.double()
 
 
 def by_kernel(args):
