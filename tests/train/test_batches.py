@@ -7,12 +7,13 @@ import signal
 import numpy as np
 import pytest
 import torch
+from breaking import Breaks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from panther.errors import ConfigError
-from panther.train import Callback, TrainConfig, Trainer
+from panther.train import TrainConfig, Trainer
 from panther.train.loading.feed import Feed
 from panther.train.loading.loader_workers import workers_needed
 
@@ -232,15 +233,6 @@ def stateful(dataset, **settings):
     return module.StatefulDataLoader(dataset, 4, **settings)
 
 
-class Breaks(Callback):
-    def __init__(self, step):
-        self.at = step
-
-    def on_step(self, trainer, loss):
-        if trainer.step == self.at:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 calls it
 @pytest.mark.parametrize("stopped", [1, 3, 5, 6])
 @pytest.mark.parametrize(
@@ -258,7 +250,7 @@ def test_loaders_with_a_state_continue_where_they_were(tmp_path, make, stopped):
 
     whole = run()
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, [Breaks(stopped + 1)], checkpoint_every_n_steps=1)
+        run(tmp_path, [Breaks(stopped + 1, KeyboardInterrupt)], checkpoint_every_n_steps=1)
     resumed = run(tmp_path, checkpoint_every_n_steps=4)
     assert (resumed.step, resumed.epoch) == (whole.step, whole.epoch)
     assert torch.equal(whole.model.weight, resumed.model.weight)

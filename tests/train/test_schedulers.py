@@ -219,11 +219,6 @@ def test_a_scheduler_of_a_metric_steps_once_for_each_new_value(name, metric, int
         assert rates(resumed) == rates(trainer)
 
 
-def unfreeze(trainer, **settings):
-    """A callback's change: a group of a parameter that the optimizer does not have."""
-    trainer.optimizer.add_param_group({"params": [trainer.model.extra.requires_grad_(True)], **settings})
-
-
 def test_groups_that_join_later_are_refused():
     class Thaw(Callback):
         def on_step(self, trainer, loss):

@@ -49,10 +49,6 @@ class Dropped(nn.Module):
         return x
 
 
-def both(forward, rank):
-    return ("first", "second")
-
-
 def alone(forward, rank):
     """The second branch in the third forward of rank 1."""
     return ("first", "second")[: 2 if forward != 3 or rank == 0 else 1]

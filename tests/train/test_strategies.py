@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from breaking import Breaks, BrokenError
 from covering import half_of
 from ranks import on_ranks
 from torch import nn
@@ -121,12 +122,6 @@ def test_many_processes_end_where_one_does(tmp_path, name):
         assert torch.allclose(value.double(), many[key].double(), rtol=1e-8, atol=1e-10), key
 
 
-class Breaks(Callback):
-    def on_step(self, trainer, loss):
-        if trainer.step == 4:
-            raise KeyError("on purpose")
-
-
 HOOKS = {  # whose state is a part of the run; several buckets
     "sketch": (2, 2, {"comm_hook": "sketch", "sketch_fraction": 0.3, "bucket_cap_mb": 0.001}),
     "sketch, hybrid sharding": (
@@ -163,8 +158,8 @@ def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, name):
         return weights(train(12 // shares, n=n, **settings), tmp_path / "whole")
 
     def broken():
-        with pytest.raises(KeyError):
-            train(12 // shares, tmp_path / "run", n=n, callbacks=[Breaks()], checkpoint_every_n_steps=3, **settings)
+        with pytest.raises(BrokenError):
+            train(12 // shares, tmp_path / "run", n=n, callbacks=[Breaks(4)], checkpoint_every_n_steps=3, **settings)
 
     def resumed():
         return weights(train(12 // shares, tmp_path / "run", n=n, seed=9, **settings), tmp_path / "resumed")
@@ -179,8 +174,8 @@ def test_a_run_continues_with_a_different_number_of_processes(tmp_path):
     expected = weights(train(12), tmp_path / "one")
 
     def broken():
-        with pytest.raises(KeyError):
-            train(6, tmp_path / "run", callbacks=[Breaks()], checkpoint_every_n_steps=3)
+        with pytest.raises(BrokenError):
+            train(6, tmp_path / "run", callbacks=[Breaks(4)], checkpoint_every_n_steps=3)
 
     on_ranks(broken)
     [found, *_] = on_ranks(lambda: weights(train(4, tmp_path / "run", seed=9, strategy="fsdp"), tmp_path / "many"), 3)
@@ -265,7 +260,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-00000002"
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}]
+)
 def test_buffers_are_the_first_rank_s_everywhere(tmp_path, settings):
     def run(directory, callbacks=()):
         torch.manual_seed(0)
@@ -275,11 +272,13 @@ def test_buffers_are_the_first_rank_s_everywhere(tmp_path, settings):
         )
         trainer = Trainer(model, torch.optim.SGD, nn.CrossEntropyLoss(), config, callbacks)
         trainer.fit(DataLoader(samples(32), 4, shuffle=True), DataLoader(samples(19), 5))
-        return trainer.history["validation_loss"], trainer.model[1].running_mean.tolist()
+        return trainer.history["validation_loss"], getattr(trainer.model, "module", trainer.model)[
+            1
+        ].running_mean.tolist()
 
     def broken():
-        with pytest.raises(KeyError):
-            run(tmp_path / "run", [Breaks()])
+        with pytest.raises(BrokenError):
+            run(tmp_path / "run", [Breaks(4)])
 
     (whole, means), (_, other) = on_ranks(lambda: run(tmp_path / "whole"))
     assert means == other

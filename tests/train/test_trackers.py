@@ -5,26 +5,14 @@ import math
 
 import pytest
 import torch
+from breaking import Breaks, BrokenError
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from panther.errors import MissingExtraError, TrainingError, install_command
-from panther.train import Callback, History, TrainConfig, Trainer
+from panther.train import History, TrainConfig, Trainer
 from panther.train.trackers import _JsonLines
-
-
-class BrokenError(Exception):
-    pass
-
-
-class Breaks(Callback):
-    def __init__(self, step):
-        self.at = step
-
-    def on_step(self, trainer, loss):
-        if trainer.step == self.at:
-            raise BrokenError
 
 
 def data(n=24):

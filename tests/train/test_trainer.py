@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from breaking import Breaks, BrokenError
 from covering import half_of
 from ranks import on_ranks
 from torch import nn
@@ -54,19 +55,6 @@ class Noisy(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         yield from samples()
-
-
-class BrokenError(Exception):
-    pass
-
-
-class Breaks(Callback):
-    def __init__(self, step):
-        self.at = step
-
-    def on_step(self, trainer, loss):
-        if trainer.step == self.at:
-            raise BrokenError
 
 
 DATA = {
@@ -137,20 +125,6 @@ def test_the_plain_loop_is_the_same_thing():
     optimizer = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
     Trainer(other, optimizer, nn.CrossEntropyLoss(), TrainConfig(epochs=2)).fit(DataLoader(data, 8))
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
-
-
-def test_accumulation_is_a_larger_batch():
-    weights = []
-    for size, steps in ((8, 2), (16, 1)):
-        model = nn.Sequential(nn.Linear(24, 3)).double()
-        nn.init.ones_(model[0].weight)
-        nn.init.zeros_(model[0].bias)
-        x, y = samples().tensors
-        data = DataLoader(TensorDataset(x.double(), y), size)
-        config = TrainConfig(epochs=3, gradient_accumulation_steps=steps)
-        Trainer(model, lambda p: torch.optim.SGD(p, 0.1), nn.CrossEntropyLoss(), config).fit(data)
-        weights.append(model[0].weight.detach())
-    assert torch.allclose(*weights, rtol=1e-12)
 
 
 def test_a_sum_is_not_averaged():
@@ -322,25 +296,6 @@ def test_a_gradient_that_is_not_finite_is_in_no_checkpoint(tmp_path, settings, a
     with pytest.raises(TrainingError, match=f"step {at} is not finite: the norm of the gradient is not finite"):
         Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config).fit(DataLoader(samples(), 10))
     assert checkpoint.checkpoints(tmp_path) == []
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-class Skips(Callback):
-    def __init__(self):
-        self.steps = []
-
-    def on_skip(self, trainer):
-        self.steps.append(trainer.step)
-
-
-def test_steps_that_are_not_finite_are_left_out_and_counted():
-    model, skips = nn.Linear(24, 3), Skips()
-    config = TrainConfig(epochs=2, on_nonfinite="skip")
-    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config, callbacks=[skips])
-    history = trainer.fit(poisoned())
-    assert (trainer.step, trainer.skipped, history.last["skipped"]) == (10, 2, 2)
-    assert len(skips.steps) == 2
-    assert skips.steps[1] == skips.steps[0] + 5  # the same batch, an epoch later
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -745,23 +700,6 @@ def test_a_signal_between_the_last_step_and_the_end_of_its_epoch(tmp_path):
     trainer = run("shuffled", tmp_path, [epochs], max_steps=8)
     assert (trainer.epoch, epochs.seen) == (2, [2])
     assert trainer.history.last["epoch"] == expected.history.last["epoch"] == 2
-
-
-class Counting(Callback):
-    def state_dict(self):
-        return {"n": 1}
-
-    def load_state_dict(self, state):
-        self.loaded = state
-
-
-def test_states_of_callbacks_go_to_the_same_classes(tmp_path):
-    run("shuffled", tmp_path, [Counting()], max_steps=4, schedule="constant")
-    with pytest.raises(CheckpointError, match=r"has states of the callbacks \['Counting'\], but the run has \[\]"):
-        run("shuffled", tmp_path)
-    callback = Counting()
-    run("shuffled", tmp_path, [Epochs(), callback])
-    assert callback.loaded == {"n": 1}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from breaking import Breaks, BrokenError
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
@@ -160,12 +161,6 @@ def test_every_sample_of_streams_of_unequal_length_counts_once(names, strategies
             assert validation == pytest.approx(wanted_validation, rel=1e-8), (strategy, name)
 
 
-class Fails(Callback):
-    def on_step(self, trainer, loss):
-        if trainer.step == 4:
-            raise KeyError("on purpose")
-
-
 @pytest.mark.parametrize("make", [Stream, pytest.param(Batches, marks=pytest.mark.slow)])
 def test_a_run_continues_after_a_rank_s_stream_has_ended(tmp_path, make):
     """The rank must not begin its stream anew in an epoch that the other rank is still in."""
@@ -174,8 +169,8 @@ def test_a_run_continues_after_a_rank_s_stream_has_ended(tmp_path, make):
     def run(name):
         settings = {"strategy": "ddp", "make": make, "checkpoint_every_n_steps": 1}
         whole = trained(lengths, folder=tmp_path / f"{name}-whole", **settings)
-        with pytest.raises(KeyError):
-            trained(lengths, folder=tmp_path / name, callbacks=[Fails()], **settings)
+        with pytest.raises(BrokenError):
+            trained(lengths, folder=tmp_path / name, callbacks=[Breaks(4)], **settings)
         resumed = trained(lengths, folder=tmp_path / name, **settings)
         return results_of(whole), results_of(resumed)
 
