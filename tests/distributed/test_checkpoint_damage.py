@@ -88,7 +88,6 @@ def set_entry(*keys, value):
 
 
 HALF = [3, 4]  # of the columns of model.2.weight
-STEP = ("optimizer", "states", "2.weight")
 FORGERIES = {
     "step is text": (set_entry("step", value="3"), "is of step '3'"),
     "step is negative": (set_entry("step", value=-1), "is of step -1"),
@@ -174,6 +173,51 @@ def test_a_forged_manifest_is_refused_by_name_and_changes_nothing(tmp_path, save
         checkpoint.load(folder, model, optimizer)
     assert_same(first_state, everything(model, optimizer))
     assert re.search(message, (folder / "damaged.txt").read_text(), re.S)
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+def read_elsewhere(manifest):
+    next(iter(manifest["tensors"].values()))["chunks"][0]["file"] = "../step-00000001/rank-00000.safetensors"
+
+
+DAMAGE = {
+    "file elsewhere": (lambda f: forge(f, read_elsewhere), r"names the file '\.\./step-00000001/rank-00000"),
+    "no files": (lambda f: forge(f, lambda manifest: manifest.pop("files")), "does not list its files and tensors"),
+    "flipped tensor": (lambda f: flip(f / "rank-00000.safetensors", -3), "does not match its checksum"),
+    "flipped manifest": (lambda f: flip(f / "checkpoint.json", 140), "checkpoint.json"),
+    "truncated tensor": (
+        lambda f: (f / "rank-00000.safetensors").write_bytes((f / "rank-00000.safetensors").read_bytes()[:-8]),
+        "is not a valid safetensors file",
+    ),
+    "empty tensor": (lambda f: (f / "rank-00000.safetensors").write_bytes(b""), "is not a valid safetensors file"),
+    "truncated manifest": (
+        lambda f: (f / "checkpoint.json").write_text((f / "checkpoint.json").read_text()[:300]),
+        "cannot be read as JSON",
+    ),
+    "pickle": (lambda f: torch.save({"a": 1}, f / "rank-00000.safetensors"), "is not a valid safetensors file"),
+    "foreign": (lambda f: (f / "checkpoint.json").write_text('{"format": "x"}'), "was not written by"),
+    "missing tensor": (lambda f: (f / "rank-00000.safetensors").unlink(), "is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path, kind):
+    good, bad = (checkpoint.save(tmp_path, *trained(1), step=step) for step in (1, 2))
+    spoil, message = DAMAGE[kind]
+    spoil(bad)
+    model, optimizer = trained(2)
+    first_state = everything(model, optimizer)
+    with pytest.raises(FormatError, match=message):
+        checkpoint.load(bad, model, optimizer)
+    assert_same(first_state, everything(model, optimizer))
+    if kind != "flipped tensor":  # contents are not read
+        with pytest.warns(UserWarning, match=r"step-00000002 is skipped: "):
+            assert checkpoint.latest(tmp_path) == good
 
 
 @pytest.mark.parametrize("value", ["x", [1, 2]])
@@ -344,15 +388,12 @@ def test_a_damaged_checkpoint_is_neither_removed_nor_counted(tmp_path):
     folders = [checkpoint.save(tmp_path, model, step=step) for step in (1, 2, 3)]
     (folders[0] / "rank-00000.safetensors").unlink()
     flipped = folders[2] / "rank-00000.safetensors"
-    contents = bytearray(flipped.read_bytes())
-    contents[-3] ^= 4
-    flipped.write_bytes(contents)
+    flip(flipped, -3)
     with pytest.raises(FormatError, match="does not match its checksum"):
         checkpoint.load(folders[2], model)
     again = checkpoint.save(tmp_path, model, step=3, keep=1)  # also of the same step
     assert checkpoint.checkpoints(tmp_path) == [folders[0], folders[2], again]
-    contents[-3] ^= 4
-    flipped.write_bytes(contents)
+    flip(flipped, -3)
     checkpoint.load(folders[2], model)  # it was copied from somewhere: the note goes
     last = checkpoint.save(tmp_path, model, step=4, keep=1)
     assert checkpoint.checkpoints(tmp_path) == [folders[0], last]

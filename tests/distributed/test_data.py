@@ -70,31 +70,6 @@ def test_a_model_may_outlive_its_process_group():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("fitted", [False, True])
-def test_n_ranks_train_as_one_process_does_on_the_whole_batch(n, fitted):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(12, 40, generator=generator, dtype=torch.float64)
-    y = torch.randn(12, 5, generator=generator, dtype=torch.float64)
-
-    def rank():
-        model = data_parallel(network(100 + dist.get_rank(), fitted))  # other weights and seeds on every rank
-        mine = slice(12 // n * dist.get_rank(), 12 // n * (dist.get_rank() + 1))
-        trace, weights = train(model, x[mine], y[mine])
-        verify_sketches(model)
-        return trace, weights, model(x).detach()
-
-    results = on_ranks(rank, n)
-    single = network(100, fitted)
-    trace, weights = train(single, x, y)
-    for their_trace, their_weights, their_out in results:
-        for ours, theirs in zip(trace, their_trace, strict=True):
-            assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(weights, their_weights, strict=True))
-        assert torch.allclose(their_out, single(x), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(("sketch", "numbers"), [("sparse", 2 * 256), ("signs", 2 * 256 * 4)])
 def test_forwards_do_not_send_the_sketches_again(sketch, numbers):
     def rank():

@@ -1,4 +1,4 @@
-"""Sharded and replicated data parallelism, and gradients that travel in other forms, against one process."""
+"""Data parallelism of every strategy, and gradients that travel in other forms, against one process."""
 
 import warnings
 
@@ -59,7 +59,7 @@ def slice_of(rank, n, total=12):
     return slice(total // n * rank, total // n * (rank + 1))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "replicate"])
 @pytest.mark.parametrize(
     ("n", "fitted"),
     [

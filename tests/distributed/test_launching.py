@@ -261,26 +261,6 @@ def test_an_uncaught_exception_is_reported_once(tmp_path, monkeypatch):
 # Processes that somebody else starts
 
 
-def test_processes_of_one_parent_meet_again_and_again(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    def member(rank):
-        def work():
-            sums = []
-            for _ in range(3):
-                setup_distributed(rank, 3)
-                x = torch.tensor([float(rank)])
-                dist.all_reduce(x)
-                sums.append(x.item())
-                cleanup_distributed()
-            return sums
-
-        return work
-
-    for _ in range(2):
-        assert started(*map(member, (2, 0, 1))) == [[3.0] * 3] * 3
-
-
 def test_ranks_meet_however_often_they_met_before(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
@@ -297,7 +277,9 @@ def test_ranks_meet_however_often_they_met_before(monkeypatch, tmp_path):
 
         return work
 
-    assert started(member(0, 2, 3, 3), member(1, 2, 3, 3), member(2, 3, 3)) == [[2.0, 3.0, 3.0]] * 2 + [[3.0, 3.0]]
+    for _ in range(2):  # processes of one parent
+        sums = started(member(2, 3, 3), member(0, 2, 3, 3), member(1, 2, 3, 3))
+        assert sums == [[3.0, 3.0]] + [[2.0, 3.0, 3.0]] * 2
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not tell how many processes wait")
@@ -601,18 +583,6 @@ def test_an_aborted_rank_is_told_what_gloo_aborts_for(tmp_path):
     failure = describe(1, -signal.SIGABRT, str(tmp_path / "no error file"))
     assert explain([failure], 2, 1).startswith("rank 1 of 2 was ended by SIGABRT (exit code -6): a library aborted the")
     assert "a parameter or a block takes part in the step on some ranks only" in failure.text
-
-
-def test_all_ranks_wait_for_one_that_was_killed():
-    """The others wait in nothing that could tell them."""
-
-    def work():
-        if dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait()
-
-    with pytest.raises(DistributedError, match="rank 2 of 3 was ended by SIGKILL"):
-        fork(work, nproc=3)
 
 
 def test_result_that_cannot_be_pickled():

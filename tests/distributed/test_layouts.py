@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compressed_layers import with_stored_sketches
-from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
+from ranks import assert_near, gradients_of, on_ranks, results, take_steps, weights_of, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -24,11 +24,6 @@ from panther.errors import ShapeError
 from panther.nn import LowRankLinear, SKLinear
 
 pytestmark = pytest.mark.distributed
-NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-def close(ours, theirs, dtype=torch.float64):
-    assert (ours - theirs).norm() <= NORMWISE[dtype] * theirs.norm() + 1e-30
 
 
 def sketched(n, m):
@@ -69,13 +64,6 @@ def data(dtype=torch.float64, length=7):
     return torch.randn(3, length, 40, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def results(model, x):
-    leaf = x.clone().requires_grad_()
-    out = model(leaf)
-    out.square().mean().backward()
-    return out.detach(), leaf.grad, gradients_of(model)
-
-
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["dense", "sketched, dense", "dense, sketched"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -87,11 +75,8 @@ def test_dense_and_mixed_pairs_of_any_width(n, kind, dtype):
         return results(parallelize_module(pair(kind, dist.get_rank(), dtype, 256), make_mesh(tp=n)["tp"], plan), x)
 
     expected = results(pair(kind, 0, dtype, 256), x)
-    for out, dx, gradients in on_ranks(rank, n):
-        close(out, expected[0], dtype)
-        close(dx, expected[1], dtype)
-        for name, gradient in expected[2].items():
-            close(gradients[name], gradient, dtype)
+    for found in on_ranks(rank, n):
+        assert_near(found, expected, dtype)
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -121,11 +106,8 @@ def test_the_sequence_sharded_before_and_after(n, kind, dim, dtensors):
         return *(all_gather(part, dim) for part in (out.detach(), leaf.grad)), gradients_of(model)
 
     expected = results(pair(kind, 0), x)
-    for out, dx, gradients in on_ranks(rank, n):
-        close(out, expected[0])
-        close(dx, expected[1])
-        for name, gradient in expected[2].items():
-            close(gradients[name], gradient)
+    for found in on_ranks(rank, n):
+        assert_near(found, expected)
 
 
 def test_fitted_sketches_that_are_loaded_get_the_gradient_of_the_full_sequence():
@@ -142,8 +124,7 @@ def test_fitted_sketches_that_are_loaded_get_the_gradient_of_the_full_sequence()
     expected = results(pair("fitted", 0), x)[2]
     for gradients in on_ranks(rank):
         assert set(gradients) == set(expected)
-        for name, gradient in expected.items():
-            close(gradients[name], gradient)
+        assert_near((gradients,), (expected,))
 
 
 @pytest.mark.parametrize("kind", ["sketched", "dense", pytest.param("low rank", marks=pytest.mark.slow)])
@@ -159,11 +140,8 @@ def test_each_layer_alone_between_whole_tensors(kind):
         return results(parallelize_module(pair(kind, dist.get_rank()), mesh, plan), x)
 
     expected = results(pair(kind, 0), x)
-    for out, dx, gradients in on_ranks(rank):
-        close(out, expected[0])
-        close(dx, expected[1])
-        for name, gradient in expected[2].items():
-            close(gradients[name], gradient)
+    for found in on_ranks(rank):
+        assert_near(found, expected)
 
 
 class Transformer(nn.Module):
@@ -261,10 +239,7 @@ def test_sequences_are_sharded_between_pairs(kind):
     expected = results(chain(kind, 0), x)
     for i, (out, dx, gradients, shape, message) in enumerate(on_ranks(rank)):
         assert shape == (3, 4 - i, 40)
-        close(out, expected[0])
-        close(dx, expected[1])
-        for name, gradient in expected[2].items():
-            close(gradients[name], gradient)
+        assert_near((out, dx, gradients), expected)
         assert message.startswith("a layout of Shard(1) shards a dimension before the features")
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import gradients_of, on_ranks, take_steps, weights_of
+from ranks import assert_near, gradients_of, on_ranks, results, take_steps, weights_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -25,7 +25,6 @@ from panther.nn import MonarchLinear
 from panther.optim import MuonAdamW, param_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
-NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
 PLAN = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}
 
 
@@ -42,20 +41,6 @@ def pair(seed, dtype=torch.float64, rank=2, bias=True):
 def data(dtype=torch.float64, length=7):
     generator = torch.Generator().manual_seed(5)
     return torch.randn(3, length, 40, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def results(model, x):
-    leaf = x.clone().requires_grad_()
-    out = model(leaf)
-    out.square().mean().backward()
-    return out.detach(), leaf.grad, gradients_of(model)
-
-
-def assert_close(ours, theirs, dtype=torch.float64):
-    for our, their in zip(ours[:2], theirs[:2], strict=True):
-        assert (our - their).norm() <= NORMWISE[dtype] * their.norm()
-    for name, gradient in theirs[2].items():
-        assert (ours[2][name] - gradient).norm() <= NORMWISE[dtype] * gradient.norm(), name
 
 
 @pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -76,7 +61,7 @@ def test_a_pair_is_the_layers_unsharded(n, dtype, rank, bias):
     single = pair(0, dtype, rank, bias)
     expected = results(single, x)
     for ours, shapes, same_weights, same_state, out in on_ranks(run, n):
-        assert_close(ours, expected, dtype)
+        assert_near(ours, expected, dtype)
         assert same_weights
         assert same_state
         assert torch.equal(out, single(x))
@@ -125,8 +110,8 @@ def test_layouts_between_sequences_and_whole_tensors():
 
     expected = results(pair(0), x)
     for sequence, alone in on_ranks(run):
-        assert_close(sequence, expected)
-        assert_close(alone, expected)
+        assert_near(sequence, expected)
+        assert_near(alone, expected)
 
 
 def test_messages():
@@ -185,7 +170,7 @@ def test_layers_of_one_input_share_its_message():
 
     expected = results(build(0), x)
     for ours, sent in on_ranks(run):
-        assert_close(ours, expected)
+        assert_near(ours, expected)
         assert sent == 8 * (21 * 40 + 3 * 40 * 4)
 
 

@@ -3,11 +3,13 @@
 import pool
 import torch._dynamo
 import torch.distributed.checkpoint
-import torch.distributed.pipelining  # noqa: F401 (as for the compiler: Panther imports both when it needs them)
+import torch.distributed.pipelining  # as for the compiler: Panther imports both when it needs them
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from panther.distributed import launch
+
+_NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def on_ranks(work, n=2, *args, fresh=False):
@@ -39,6 +41,22 @@ def weights_of(*models):
 def gradients_of(model):
     """Copies of the gradients in one piece, by the names of the parameters."""
     return {name: whole(p.grad).detach().clone() for name, p in model.named_parameters()}
+
+
+def results(model, x):
+    """The output, the gradient of the input and those of the parameters, of the mean square of the output."""
+    leaf = x.clone().requires_grad_()
+    out = model(leaf)
+    out.square().mean().backward()
+    return out.detach(), leaf.grad, gradients_of(model)
+
+
+def assert_near(found, expected, dtype=torch.float64):
+    """Compare tensors, and tensors by name, by the norm of the difference: layers over ranks add in another order."""
+    for ours, theirs in zip(found, expected, strict=True):
+        pairs = {"": (ours, theirs)} if torch.is_tensor(theirs) else {n: (ours[n], theirs[n]) for n in theirs}
+        for name, (one, other) in pairs.items():
+            assert (one - other).norm() <= _NORMWISE[dtype] * other.norm() + 1e-30, name
 
 
 def take_steps(optimizer, loss, steps=10, clip=None):
