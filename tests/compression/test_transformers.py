@@ -185,54 +185,6 @@ def test_what_stands_in_the_padding_does_not_matter(family, options):
     assert third.measured_error != pytest.approx(report.measured_error)
 
 
-def test_two_sided_beats_the_others():
-    errors = {}
-    for method in ("two_sided", "activation", "svd", "random"):
-        _, report = compressed("gpt2", method=method)
-        errors[method] = report.measured_error
-    assert errors["two_sided"] <= errors["activation"] <= errors["svd"] < errors["random"]
-
-
-def test_a_healed_model_is_closer_and_saves(tmp_path):
-    model, report = compressed("gpt2", heal=pr.HealConfig(max_steps=30, learning_rate=2e-3, validate_every_n_steps=10))
-    assert report.healed_error < report.measured_error
-    pr.save_compressed(model, tmp_path)
-    other = pr.load_compressed(tmp_path, fresh("gpt2", seed=9))
-    batch = batches("gpt2")[0]
-    assert torch.equal(output(other, batch), output(model, batch))
-
-
-def test_half_precision_is_kept(tmp_path):
-    model = fresh("bert").to(torch.bfloat16)
-    report = pr.compress(model, 0.5, batches("bert"), forms="low_rank", seed=0, measure_speed=False)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert report.measured_error < 0.3
-    pr.save_compressed(model, tmp_path)
-    other = pr.load_compressed(tmp_path, fresh("bert", seed=9).to(torch.bfloat16))
-    batch = batches("bert")[0]
-    assert torch.equal(output(other, batch), output(model, batch))
-
-
-def test_a_tied_masked_language_model(tmp_path):
-    """The decoder of BertForMaskedLM shares the embedding's weight and has a bias that is shared as well."""
-    config, _ = bert()
-    make = transformers.BertForMaskedLM
-
-    def new(seed):
-        torch.manual_seed(seed)
-        return make(config).eval()
-
-    model = new(0)
-    report = pr.compress(model, 0.5, batches("bert"), forms="low_rank", seed=0, measure_speed=False)
-    left = {entry.name: entry.reason for entry in report.skipped}
-    assert left["cls.predictions.decoder"].startswith("shares its weight with 'bert.embeddings.word_embeddings'")
-    pr.save_compressed(model, tmp_path)
-    other = pr.load_compressed(tmp_path, new(9))
-    batch = batches("bert")[0]
-    assert torch.equal(output(other, batch), output(model, batch))
-    assert other.cls.predictions.decoder.weight is other.bert.embeddings.word_embeddings.weight
-
-
 def test_generation_is_that_of_the_forward():
     """With a cache of keys and values, and in the compressed model."""
     model, _ = compressed("gpt2")
