@@ -35,13 +35,14 @@ test-versions: .venv-oldest/.stamp .venv-newest/.stamp
 	.venv-newest/bin/python -m pip install -c .venv-newest/constraints.txt --upgrade torch
 	$(PYTHON) tests/support/versions.py oldest newest
 
-# Horovod, which is built for ten minutes of processor time, and a Slurm of two nodes on this machine, which needs root
-# and apt and is skipped without them. The results are committed.
-test-engines-slow: .venv-horovod/.stamp
+# Horovod, which is built for ten minutes of processor time, a Slurm of two nodes on this machine, which needs root and
+# apt and is skipped without them, and llama.cpp on the files that Panther writes. The results are committed.
+test-engines-slow: .venv-horovod/.stamp .venv-llama/.stamp
 	command -v slurmctld >/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -yq --no-install-recommends slurmctld slurmd slurm-client munge; } || \
 	    echo "Slurm could not be installed" >&2
-	OMP_NUM_THREADS=1 .venv-horovod/bin/python tests/support/engine_results.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-horovod/bin/python tests/support/engine_results.py engines-slow $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-llama .venv/bin/python tests/support/engine_results.py engines-slow-llama-cpp $(ARGS)
 
 # The property tests with 2,000 examples each, tests of minutes, a thousand damaged files of each format and as many
 # kills of a process that saves, and a hundred runs that are killed and resumed: more than an hour.
@@ -152,8 +153,8 @@ TRIAL_DATA = PANTHER_WORDNET="$${PANTHER_WORDNET:-$(CURDIR)/.venv/trial-data/usr
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 
-# Leaves .venv, .venv-engines, .venv-horovod, .venv-oldest, .venv-newest and .triton-oldest, which are only slow to make
-# again; `rm -r .venv* .triton-oldest` removes them.
+# Leaves .venv, .venv-engines, .venv-horovod, .venv-llama, .venv-oldest, .venv-newest and .triton-oldest, which are only
+# slow to make again; `rm -r .venv* .triton-oldest` removes them.
 clean:
 	rm -rf build dist panther_sketch.egg-info docs/_build docs/examples docs/reference/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
@@ -191,6 +192,13 @@ clean:
 .triton-oldest/.stamp: .venv/.all-stamp
 	rm -rf .triton-oldest
 	$(PIP) install --no-deps --target .triton-oldest triton==3.6.0
+	touch $@
+
+# llama.cpp for tests and benchmarks of GGUF files: a folder for PYTHONPATH beside .venv, 110 MB. The package has it
+# compiled for AVX2; llama-cpp-python is on the package index as source only, ten minutes of processor time.
+.venv-llama/.stamp: .venv/.all-stamp
+	rm -rf .venv-llama
+	$(PIP) install --no-deps --target .venv-llama xllamacpp==2026.10.11549
 	touch $@
 
 .venv-engines/.stamp: pyproject.toml constraints.txt

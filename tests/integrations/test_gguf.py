@@ -1,10 +1,12 @@
-"""GGUF files, read back by the package gguf: every number of the model, and the tokenizer."""
+"""GGUF files, read back by the package gguf, number by number, and run by llama.cpp."""
 
 import json
+import operator
 from itertools import pairwise
 
 import pytest
 import torch
+from llama_engine import LlamaCpp
 from torch import nn
 
 import panther as pr
@@ -422,3 +424,55 @@ def test_command(tmp_path, capsys):
     assert main([*command[:-1], str(tmp_path / "none" / "model.gguf")]) == 2
     assert "name a file in an existing folder" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"small", "model.gguf"}
+
+
+def ascii_pairs():
+    """Return a tokenizer of printable characters and pairs of letters: a server waits for the rest of a character."""
+    characters = [chr(number) for number in range(33, 127)]
+    pairs = [(first, second) for first in characters[32:58] for second in characters[64:90]][: WORDS - 95]
+    numbers = {token: number for number, token in enumerate([*characters, *map("".join, pairs)])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, pairs))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+
+
+def decoded(model, prompt, count):
+    """Return the tokens of greedy decoding, and the logarithms of the probabilities before each of them."""
+    tokens, rows = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            rows.append(model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1))
+            tokens.append(int(rows[-1].argmax()))
+    return tokens[len(prompt) :], torch.stack(rows)
+
+
+@pytest.mark.engine_slow
+@pytest.mark.parametrize("form", ["dense", *sorted({form for form, _ in TYPES})])
+@pytest.mark.parametrize("kind", MODELS)
+def test_llama_cpp_decodes(kind, form, tmp_path, record_property):
+    """llama.cpp rounds the inputs of quantized layers to 8 bits, and the activations of Gemma to fp16."""
+    pytest.importorskip("xllamacpp")
+    model = make(kind) if form == "dense" else compressed(kind, form, symmetric=form != "int5")
+    write_gguf(model, tmp_path / "model.gguf", tokenizer=ascii_pairs())
+    prompt = list(range(5, 45))
+    expected_tokens, expected = decoded(model, prompt, 7)
+    tokens, found = LlamaCpp(tmp_path / "model.gguf", positions=48).decode(prompt, 7, WORDS)
+    error = float((found[0] - expected[0]).norm() / (expected[0] - expected[0].mean()).norm())
+    record_property("error", f"{error:.1e}")
+    record_property("equal_tokens", sum(map(operator.eq, tokens, expected_tokens)))
+    if form == "dense":
+        assert tokens == expected_tokens
+        assert error < (1e-3 if kind.startswith("Gemma") else 1e-5)
+    else:
+        assert error < 0.1
+
+
+@pytest.mark.engine_slow
+@pytest.mark.parametrize("make_tokenizer", [byte_level, with_byte_fallback])
+def test_llama_cpp_splits_text_alike(make_tokenizer, tmp_path):
+    pytest.importorskip("xllamacpp")
+    tokenizer = make_tokenizer()
+    write_gguf(make(), tmp_path / "model.gguf", tokenizer=tokenizer)
+    engine = LlamaCpp(tmp_path / "model.gguf", positions=48)
+    for text in {*TEXT, "aaab ab", "a  b\n\n\tc", "<s>ab</s>"}:
+        assert engine.tokens(text) == tokenizer(text)["input_ids"], text
