@@ -442,7 +442,7 @@ def decoded(model, prompt, count):
     with torch.no_grad():
         for _ in range(count):
             rows.append(model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1))
-            tokens.append(int(rows[-1].argmax()))
+            tokens.append(int(rows[-1][:-1].argmax()))  # The last token would end the text.
     return tokens[len(prompt) :], torch.stack(rows)
 
 
