@@ -1,4 +1,4 @@
-"""Panther: small PyTorch models, on one device or on many.
+"""Panther: sketched layers for PyTorch, on one device or on many.
 
 >>> import panther as pr
 >>> # A drop-in for nn.Linear.
