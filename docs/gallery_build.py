@@ -1,32 +1,69 @@
-"""The gallery: settings of sphinx-gallery, and the figures of full-size runs that are committed.
+"""The gallery: settings of sphinx-gallery, and the outputs and figures of full-size runs, which are committed.
 
-``make docs`` runs every script of docs/gallery at reduced size, for which it sets PANTHER_DOCS_QUICK, and shows the
-committed figures in its page. ``make docs-full`` (PANTHER_DOCS_FULL=1) runs them at full size and writes those figures.
-PANTHER_DOCS_SCRIPTS names the scripts that run, such as ``compress/encoder.py``, separated by spaces; the pages of the
-other scripts have no output. ``.ci/run`` sets it, because all of them take minutes.
+``make docs`` runs every script of docs/gallery at reduced size, for which it sets PANTHER_DOCS_QUICK. Its pages show
+the committed outputs and figures all the same. ``make docs-full`` (PANTHER_DOCS_FULL=1) runs the scripts at full size
+and writes docs/gallery/full-runs.json and the figures. A page whose code has changed since shows the output of its
+reduced run, and says so. PANTHER_DOCS_SCRIPTS names the scripts that run, such as ``compress/encoder.py``, separated by
+spaces. ``.ci/run`` sets it, because all of them take minutes.
 """
 
 __all__ = [
     "FULL",
     "ORDER",
+    "code_digest",
     "executed_scripts",
+    "keep_full_runs",
+    "recorded_blocks",
     "reset",
     "setup",
     "show_full_figures",
+    "show_full_run",
     "sphinx_gallery_conf",
     "use_full_thumbnails",
 ]
 
+import hashlib
+import json
 import os
 import random
 import re
 import shutil
+import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 _DOCS = Path(__file__).parent
 _FIGURES = _DOCS / "_static" / "gallery"
-_THUMBNAIL = (400, 280)  # pixels, sphinx-gallery's default
+_FULL_RUNS = _DOCS / "gallery" / "full-runs.json"
+_BLOCK = re.compile(
+    r"\.\. GENERATED FROM PYTHON SOURCE LINES [^\n]*\n\n\.\. code-block:: Python\n"
+    r"(?:   :[^\n]*\n)*\n(?:(?: {4}[^\n]*)?\n)*"
+)
+_THUMBNAIL = (480, 400)  # pixels; panther.css shows them 240 to 340 pixels wide
+# The text of two panels beside each other cannot be read in a thumbnail, so it shows one. By script: the number of the
+# figure, and the part of its width. Scripts that are not here have a first figure of one panel.
+_THUMBNAIL_PANELS = {
+    "activations": (2, 0.5, 1.0),
+    "checkpoints_and_faults": (1, 0.0, 0.5),
+    "custom_sketch": (1, 0.0, 0.53),
+    "data_parallel": (1, 0.0, 0.5),
+    "decoder": (1, 0.0, 0.5),
+    "encoder": (1, 0.0, 0.5),
+    "from_scratch": (1, 0.0, 0.6),
+    "hybrid": (1, 0.0, 0.42),
+    "kernel_ridge": (2, 0.0, 0.66),
+    "laptop_to_cluster": (1, 0.0, 0.46),
+    "least_squares": (1, 0.0, 0.66),
+    "own_metric": (1, 0.0, 0.6),
+    "pipeline": (1, 0.5, 1.0),
+    "pivoted_qr": (1, 0.0, 0.66),
+    "randomized_svd": (2, 0.0, 0.5),
+    "ranks_and_budget": (2, 0.0, 0.5),
+    "serve_an_encoder": (1, 0.0, 0.55),
+    "strategies": (1, 0.5, 1.0),
+    "streaming_pca": (2, 0.0, 0.66),
+}
 FULL = bool(os.environ.get("PANTHER_DOCS_FULL"))
 if not FULL:
     os.environ["PANTHER_DOCS_QUICK"] = "1"
@@ -108,6 +145,7 @@ sphinx_gallery_conf = {
     "min_reported_time": 10_000,
     "plot_gallery": "True",
     "remove_config_comments": True,
+    "thumbnail_size": _THUMBNAIL,
     "first_notebook_cell": "# Needs Panther with extras: pip install '.[demo,tune,transformers]'\n%matplotlib inline",
     "copyfile_regex": r"GALLERY_HEADER\.rst",
 }
@@ -115,14 +153,86 @@ sphinx_gallery_conf = {
 
 def use_full_thumbnails(app: Any) -> None:
     """Make the gallery's thumbnails from the figures of the full-size run, in place of those of the reduced run."""
-    from sphinx_gallery.utils import scale_image  # here, because the tests read ORDER without sphinx-gallery
+    from PIL import Image  # here, because the tests read ORDER without Pillow and sphinx-gallery
+    from sphinx_gallery.utils import scale_image
 
     for folder, names in ORDER.items():
         for stem in (name.removesuffix(".py") for name in names):
             thumbnail = Path(app.srcdir) / "examples" / folder / "images/thumb" / f"sphx_glr_{stem}_thumb.png"
-            figure = _FIGURES / f"{stem}-1.png"
+            number, start, end = _THUMBNAIL_PANELS.get(stem, (1, 0.0, 1.0))
+            figure = _FIGURES / f"{stem}-{number}.png"
             if not FULL and figure.exists() and thumbnail.exists():
-                scale_image(figure, thumbnail, *_THUMBNAIL)
+                with Image.open(figure) as picture:
+                    edges = (_gap(picture, start), 0, _gap(picture, end), picture.height)
+                    picture.crop(edges).save(thumbnail)
+                scale_image(thumbnail, thumbnail, *_THUMBNAIL)
+
+
+def _gap(picture: Any, share: float) -> int:
+    """Return the column between two panels, near a share of the width: the middle of the widest white strip."""
+    import numpy as np
+
+    if share in (0.0, 1.0):
+        return round(share * picture.width)
+    first, last = (round((share + shift) * picture.width) for shift in (-0.06, 0.06))
+    white = np.asarray(picture.convert("L"))[:, first:last].min(axis=0) > 250
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], white, [False])).astype(int)))
+    strips = edges.reshape(-1, 2)
+    if len(strips) == 0:
+        return round(share * picture.width)
+    left, right = strips[np.argmax(strips[:, 1] - strips[:, 0])]
+    return first + int(left + right) // 2
+
+
+def code_digest(script: str) -> str:
+    """Return a digest of a script that changes with its code, and not with its text or its layout."""
+    _, _, code = script.split('"""', 2)  # without the text at the beginning
+    code = "".join(line for line in code.splitlines() if not line.lstrip().startswith("#"))
+    return hashlib.sha256(re.sub(r"\s|,(?=\s*[)\]}])", "", code).encode()).hexdigest()[:16]
+
+
+def recorded_blocks(page: str) -> list[dict[str, Any]]:
+    """Return the output of each block of code of a page, and the alternative texts of its figures."""
+    blocks = []
+    for result in _results(page):
+        printed = re.search(r"^ \.\. code-block:: none\n\n((?:(?: {4}[^\n]*)?\n)+)", result, re.M)
+        output = textwrap.dedent(printed[1]).strip("\n") if printed else ""
+        blocks.append({"output": output.splitlines(), "figures": re.findall(r"image-sg::[^\n]*\n +:alt: (.*)", result)})
+    return blocks
+
+
+def _results(page: str) -> list[str]:
+    """Return what follows each block of code of a page, up to the text after it."""
+    ends = [match.end() for match in _BLOCK.finditer(page)]
+    return [
+        re.split(
+            r"^\.\. (?:GENERATED FROM|_sphx_glr_download|rst-class:: sphx-glr-timing)",
+            page[end:],
+            maxsplit=1,
+            flags=re.M,
+        )[0]
+        for end in ends
+    ]
+
+
+def show_full_run(page: str, name: str, run: dict[str, Any]) -> str:
+    """Return the page of a script with the outputs and figures of its full-size run after each block of code."""
+    numbers = iter(range(1, 100))
+    results = _results(page)
+    pieces, start = [], 0
+    for match, result, block in zip(_BLOCK.finditer(page), results, run["blocks"], strict=True):
+        lines = []
+        for alt in block["figures"]:
+            lines += [f".. figure:: /_static/gallery/{name}-{next(numbers)}.png"]
+            lines += [f"   :alt: {alt}", "   :class: sphx-glr-single-img", ""]
+        if block["output"]:
+            lines += [".. rst-class:: sphx-glr-script-out", "", " .. code-block:: none", ""]
+            lines += [f"    {line}".rstrip() for line in block["output"]]
+        pieces += [page[start : match.end()], "\n", "\n".join(lines), "\n\n"]
+        start = match.end() + len(result)
+    page = "".join([*pieces, page[start:]])
+    download = "to download the full example code."
+    return page.replace(download, f"{download} The output is of a run on {run['date']}, on {run['processor']}.", 1)
 
 
 def show_full_figures(page: str, name: str) -> str:
@@ -158,28 +268,54 @@ def show_full_figures(page: str, name: str) -> str:
     )
 
 
-def _add_full_figures(app: Any, docname: str, source: list[str]) -> None:
-    """Show the figures of the full-size run on a page that was made at reduced size."""
-    if not FULL and docname.startswith("examples/") and "sphx-glr-download" in source[0]:
-        source[0] = show_full_figures(source[0], docname.rpartition("/")[2])
+def _full_runs() -> dict[str, Any]:
+    return json.loads(_FULL_RUNS.read_text()) if _FULL_RUNS.exists() else {}
 
 
-def _keep_full_figures(app: Any, exception: Exception | None) -> None:
-    if not FULL or exception is not None:
+def _add_full_run(app: Any, docname: str, source: list[str]) -> None:
+    """Show the outputs and figures of the full-size run on a page that was made at reduced size."""
+    if FULL or not docname.startswith("examples/") or "sphx-glr-download" not in source[0]:
         return
+    script = f"{docname.removeprefix('examples/')}.py"
+    run = _full_runs().get(script)
+    stem = Path(script).stem
+    if run is not None and run["code"] == code_digest((_DOCS / "gallery" / script).read_text()):
+        source[0] = show_full_run(source[0], stem, run)
+    else:
+        source[0] = show_full_figures(source[0], stem)
+    # Tables that scripts print get the room of the list of sections beside the page.
+    source[0] = f":html_theme.sidebar_secondary.remove: true\n\n{source[0]}"
+
+
+def _keep_full_runs(app: Any, exception: Exception | None) -> None:
+    if FULL and exception is None:
+        keep_full_runs(_DOCS / "examples")
+
+
+def keep_full_runs(examples: Path) -> None:
+    """Write the outputs and figures of the scripts that ran, from the pages and images of a folder."""
+    from benchmarks.hardware import cpu_name
+
     _FIGURES.mkdir(exist_ok=True)
-    for folder, names in ORDER.items():
-        for name in names:
-            stem = name.removesuffix(".py")
-            for number, image in enumerate(
-                sorted((_DOCS / "examples" / folder / "images").glob(f"sphx_glr_{stem}_[0-9]*.png"))
-            ):
-                shutil.copy(image, _FIGURES / f"{stem}-{number + 1}.png")
+    runs = _full_runs()
+    scripts = [f"{folder}/{name}" for folder, names in ORDER.items() for name in names]
+    for script in (script for script in scripts if re.search(executed_scripts(), f"/{script}")):
+        page, stem = (examples / script).with_suffix(".rst"), Path(script).stem
+        runs[script] = {
+            "code": code_digest((_DOCS / "gallery" / script).read_text()),
+            "date": datetime.fromtimestamp(page.stat().st_mtime, UTC).date().isoformat(),
+            "processor": cpu_name(),
+            "blocks": recorded_blocks(page.read_text()),
+        }
+        for number, image in enumerate(sorted((page.parent / "images").glob(f"sphx_glr_{stem}_[0-9]*.png"))):
+            shutil.copy(image, _FIGURES / f"{stem}-{number + 1}.png")
+    ordered = {script: runs[script] for script in scripts if script in runs}
+    _FULL_RUNS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Connect them to the build."""
     app.connect("builder-inited", use_full_thumbnails, priority=600)  # sphinx-gallery makes its pages at 500
-    app.connect("source-read", _add_full_figures)
-    app.connect("build-finished", _keep_full_figures)
+    app.connect("source-read", _add_full_run)
+    app.connect("build-finished", _keep_full_runs)
     return {"parallel_read_safe": True}

@@ -50,18 +50,12 @@ training = (~held_out).nonzero().flatten()
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = (
-            nn.LayerNorm(width),
-            nn.LayerNorm(width),
-        )
-        self.qkv, self.out = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.up, self.down = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, h):
         q, k, v = (

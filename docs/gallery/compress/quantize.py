@@ -46,10 +46,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = (
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, h):
         return h + self.down(nn.functional.gelu(self.up(self.norm(h))))
@@ -58,10 +56,8 @@ class Block(nn.Module):
 class Denoiser(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last = (
-            nn.Linear(3 * size**2, width),
-            nn.Linear(width, 3 * size**2),
-        )
+        self.first = nn.Linear(3 * size**2, width)
+        self.last = nn.Linear(width, 3 * size**2)
         self.blocks = nn.Sequential(Block(), Block())
 
     def forward(self, x):
@@ -170,7 +166,7 @@ for bits in (3.25,) if QUICK else (4.25, 3.25, 2.75, 2.25):
             ),
         )
 
-figure, axes = plt.subplots()
+figure, axes = plt.subplots(figsize=(5, 3.6))
 for name, points in found.items():
     axes.plot(
         *zip(*sorted(points), strict=True), marker="o", label=name

@@ -106,16 +106,12 @@ def root(M):
 
 spectra, plain = {}, {}
 for name, y in outputs.items():
-    W, X, g = (
-        model.get_submodule(name).weight.detach().double(),
-        inputs[name].double(),
-        y.grad.double(),
-    )
+    W = model.get_submodule(name).weight.detach().double()
+    X = inputs[name].double()
+    g = y.grad.double()
     L, R = root(X.T.cov(correction=0)), root(g.T @ g / len(g)).T
-    spectra[name], plain[name] = (
-        torch.linalg.svdvals(R @ W @ L),
-        torch.linalg.svdvals(W),
-    )
+    spectra[name] = torch.linalg.svdvals(R @ W @ L)
+    plain[name] = torch.linalg.svdvals(W)
 
 
 def lost(name, rank):

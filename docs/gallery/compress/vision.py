@@ -151,7 +151,7 @@ for rank in ranks:
         )
     )
 
-figure, axes = plt.subplots()
+figure, axes = plt.subplots(figsize=(5, 3.6))
 for name, points in (
     ("pr.compress, no training", compressed),
     ("LowRankConv2d.from_conv, no training", at_once),

@@ -80,7 +80,7 @@ print(plans["sketched"])
 # %%
 # Memory against time of the first options. The advisor ranks the fastest that fits first.
 
-figure, axes = plt.subplots()
+figure, axes = plt.subplots(figsize=(5, 3.6))
 for name, plan in plans.items():
     options = [option for option in plan.options if option.fits][:12]
     points = [

@@ -46,11 +46,9 @@ width, steps, fault_at = (128, 24, 13) if QUICK else (512, 40, 13)
 
 class Notes(Callback):
     def __init__(self, folder, fault):
-        self.file, self.fault, self.labels = (
-            folder / f"seen-by-rank-{get_rank()}",
-            fault,
-            [],
-        )
+        self.file = folder / f"seen-by-rank-{get_rank()}"
+        self.fault = fault
+        self.labels = []
 
     def loss(self, output, target):
         self.labels = target[:5].tolist()
@@ -163,10 +161,8 @@ for name in ("SIGKILL", "SIGTERM"):
     for rank, losses in enumerate(resumed[name]):
         notes = seen(folder, rank)
         numbers = [note["step"] for note in notes]
-        last, first = (
-            numbers[steps_before[rank] - 1],
-            numbers[steps_before[rank]],
-        )
+        last = numbers[steps_before[rank] - 1]
+        first = numbers[steps_before[rank]]
         again = [
             str(note["labels"])
             for note in notes

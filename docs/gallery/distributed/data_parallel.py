@@ -75,10 +75,8 @@ epochs = 3 if QUICK else 15
 
 
 def train(hidden):
-    rank, world_size = (
-        torch.distributed.get_rank(),
-        torch.distributed.get_world_size(),
-    )
+    rank = torch.distributed.get_rank()
+    world_size = torch.distributed.get_world_size()
     # Ranks have different values: data_parallel sends those of rank 0.
     torch.manual_seed(rank)
     width = 1024

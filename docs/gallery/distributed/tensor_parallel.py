@@ -146,7 +146,7 @@ for label, value in zip(labels, sent, strict=True):
         "times fewer"
     )
 
-figure, axes = plt.subplots()
+figure, axes = plt.subplots(figsize=(5, 3.6))
 axes.bar(labels, sent, color=["gray"] + ["C0"] * (len(sent) - 1))
 axes.set(
     yscale="log",

@@ -137,7 +137,7 @@ for name, processes, replicas, settings in (
         f"last loss {losses[-1]:.4f}"
     )
 
-figure, axis = plt.subplots()
+figure, axis = plt.subplots(figsize=(5, 3.6))
 styles = ("-", "--", ":", "-.", (0, (1, 4)))
 for (name, ranks), style in zip(runs.items(), styles, strict=True):
     axis.plot(*ranks[0][0], linestyle=style, linewidth=2, label=name)

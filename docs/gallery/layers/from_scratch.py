@@ -62,10 +62,8 @@ def passages(characters, number, seed):
     return windows[:, :-1], windows[:, -1]
 
 
-choosing, reporting = (
-    passages(held_out, 4096, 1),
-    passages(held_out, 4096, 2),
-)
+choosing = passages(held_out, 4096, 1)
+reporting = passages(held_out, 4096, 2)
 print(
     f"{len(training):,} characters to train with, {len(held_out):,} "
     "held out"
@@ -82,10 +80,8 @@ R, narrow = width // 8, 129
 
 
 def low_rank(inputs, outputs):
-    first, second = (
-        nn.Linear(inputs, R, bias=False),
-        nn.Linear(R, outputs),
-    )
+    first = nn.Linear(inputs, R, bias=False)
+    second = nn.Linear(R, outputs)
     with torch.no_grad():
         # Then the product has the variance of nn.Linear's weight.
         second.weight.mul_(math.sqrt(3))
@@ -205,10 +201,8 @@ for optimizer_name, candidates in rates.items():
         found[optimizer_name, form] = runs
         last = [run["curve"][-1] for run in runs]
         seconds = min(run["seconds"] for run in runs)
-        mean, spread = (
-            sum(last) / len(last),
-            f"({min(last):.3f} to {max(last):.3f})",
-        )
+        mean = sum(last) / len(last)
+        spread = f"({min(last):.3f} to {max(last):.3f})"
         print(
             f"{optimizer_name:9} {form:15} {lr:7.1e}   {mean:.3f} "
             f"{spread}   {seconds:5.1f} s"

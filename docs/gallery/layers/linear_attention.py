@@ -160,7 +160,7 @@ print(
 for name, values in errors.items():
     print(f"{name:18}", " ".join(f"{value:6.1%}" for value in values))
 
-figure, axes = plt.subplots()
+figure, axes = plt.subplots(figsize=(5, 3.6))
 for name, values in errors.items():
     axes.plot(
         logits,
@@ -252,7 +252,7 @@ for name, values in times.items():
         "ms",
     )
 
-figure, axes = plt.subplots()
+figure, axes = plt.subplots(figsize=(5, 3.6))
 for name, values in times.items():
     axes.plot(
         lengths,

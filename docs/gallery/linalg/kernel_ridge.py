@@ -46,10 +46,8 @@ targets = (photograph[..., [0, 2]] - grey[..., None]).flatten(0, 1)
 
 generator = torch.Generator().manual_seed(0)
 order = torch.randperm(len(features), generator=generator)
-known_pixels, unknown_pixels = (
-    order[: len(order) // 20],
-    order[len(order) // 20 :],
-)
+known_pixels = order[: len(order) // 20]
+unknown_pixels = order[len(order) // 20 :]
 print(f"{len(known_pixels)} of {len(order)} pixels have a colour")
 
 
@@ -64,10 +62,8 @@ def kernel(X, Y):
 # ``shift`` is the strength of the ridge. The smaller it is, the worse is the condition of the system, and the more a
 # preconditioner gains. ``rp_cholesky`` draws 200 columns of the kernel and reads nothing else of it.
 
-K, y = (
-    kernel(features[known_pixels], features[known_pixels]),
-    targets[known_pixels],
-)
+K = kernel(features[known_pixels], features[known_pixels])
+y = targets[known_pixels]
 rank = 100 if QUICK else 200
 shifts = (1e-1, 1e-2) if QUICK else (1e-1, 1e-2, 1e-3)
 

@@ -110,10 +110,8 @@ plt.show()
 
 m, n = (30_000, 400) if QUICK else (40_000, 500)
 conditions = (1e0, 1e8) if QUICK else (1e0, 1e4, 1e8, 1e12)
-times, errors = (
-    {name: [] for name in solvers},
-    {name: [] for name in solvers},
-)
+times = {name: [] for name in solvers}
+errors = {name: [] for name in solvers}
 U, _ = torch.linalg.qr(torch.randn(m, n, dtype=torch.float64))
 V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
 best, noise = U.sum(dim=1), 0.1 * torch.randn(m, dtype=torch.float64)
