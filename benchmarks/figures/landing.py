@@ -28,7 +28,7 @@ SIZE = (4.3, 6.0)  # inches: as wide as a phone
 
 
 def draw_quality() -> Path:
-    """Draw correlation against megabytes of the file."""
+    """Draw the pairs that are ranked differently against megabytes of the file."""
     rows = [
         row | {"method": row["method"].replace(",", " ").split()[0]}
         for subject in ("files-encoder", "files-peers-encoder", "onnx")
@@ -38,7 +38,7 @@ def draw_quality() -> Path:
     figure, axis = pyplot.subplots(figsize=SIZE, layout="constrained")
     draw_correlation(axis, rows, STYLES, ("file_mb", "", (8, 48)), 0.9)
     axis.set_title("all-MiniLM-L6-v2, without training", fontsize=11)
-    axis.set(xlabel="megabytes of the file (float32: 90.9)", ylabel="correlation with the original")
+    axis.set(xlabel="megabytes of the file (float32: 90.9)", ylabel="pairs ranked differently than by the original")
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", frameon=False, fontsize=9)
     return write(figure, "landing-quality")
