@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,17 @@ _ROUNDS = 5
 
 
 def _readme_script() -> str:
-    """Return train.py of README: the network of its first example and the lines that train it."""
+    """Return train.py of README: the sketched network of its first example and the lines that train it."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    network = next(block for block in blocks if "def network" in block)
-    trained = next(block for block in blocks if "Trainer(" in block)
+    block = next(block for block in blocks if "Trainer(" in block)
+    imports = "".join(re.findall(r"^(?:import|from) (?!sklearn).*\n", block, re.MULTILINE))
+    network = block[block.index("def network") : block.index("\n#", block.index("def network"))]
+    sketched = block.partition("sketched, dense = ")[2].partition(", network(")[0]
+    config, _, training = block[block.index("config = ") :].partition("for model in (sketched, dense):\n")
+    trained = textwrap.dedent(re.findall(r"(?:    .*\n)+", training)[0])
     # The loop of the comparison has 128 random samples, and so has this script: reading digits would count too.
-    before_data, _, after_data = network.partition("digits = ")
-    model = after_data.partition("\nmodel = train(")[2].partition(")\n")[0]
-    before_data = re.sub(r"^from sklearn.*\n", "", before_data, flags=re.MULTILINE)
     data = "x, target = torch.randn(128, 64), torch.randint(10, (128,))"
-    return f"{before_data}{data}\nmodel = {model}\n{trained}"
+    return f"{imports}\n{network}\n{data}\nmodel = {sketched}\n{config}{trained}"
 
 
 README_SCRIPT = _readme_script()
