@@ -20,7 +20,7 @@ from panther.linalg._rangefinder import check_rank, check_tol, sign_matrix
 from panther.linalg._svd import randomized_svd
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm
-from panther.linalg.orthogonal import near_qr, rotate
+from panther.linalg.orthogonal import cholesky_qr
 from panther.sketch import check_seed
 
 # With a bound near 1, exchanges would be frequent and gain little.
@@ -183,7 +183,7 @@ def _select(
         allowed = tol * float(probed.double().norm() if values is None else frobenius_norm(values))
     while True:
         order, rank = _pivots(operand, width, oversample, seed)
-        Q, R = _qr(_columns(operand, order[:rank]))
+        Q, R = cholesky_qr(_columns(operand, order[:rank]))
         if probed is None:
             break
         k, enough = _needed(Q, probed, allowed)
@@ -196,7 +196,7 @@ def _select(
         C = torch.linalg.solve_triangular(R[:rank, :rank].double().mT, B, upper=False, left=False)
         if not _exchange(order, C):
             break
-        Q, R = _qr(_columns(operand, order[:rank]))
+        Q, R = cholesky_qr(_columns(operand, order[:rank]))
     T = torch.zeros(k, n, dtype=operand.dtype, device=order.device)
     T[:rank, order[rank:]] = C.mT.to(T.dtype)
     T[:, order[:k]] = torch.eye(k, dtype=T.dtype, device=T.device)
@@ -210,12 +210,6 @@ def _needed(Q: Tensor, probed: Tensor, allowed: float) -> tuple[int, bool]:
     residuals = shares.cumsum(0)  # by number of columns, from all down to none
     short = residuals > allowed**2
     return min(int(short.sum()), Q.shape[1]), not bool(short[0])
-
-
-def _qr(C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q with columns that are orthonormal to rounding, and R."""
-    Q, near, R = near_qr(C)
-    return rotate(Q, near), R
 
 
 def _exchange(order: Tensor, C: Tensor) -> bool:  # (n,), (n - r, r)

@@ -143,7 +143,7 @@ def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovS
             if stopping_rule.is_enough(G[..., :d, :d], *eigenpairs, scale):
                 break
         if d < b * most:
-            X = operand.rmatmul(_well_conditioned(Y[..., new], G[..., new, new], ranks).to(operand.dtype))
+            X = operand.rmatmul(near_qr(Y[..., new], None, ranks)[0].to(operand.dtype))
     return KrylovSpace(P[..., :d], Y[..., :d], scale, eigenpairs or _descending(G[..., :d, :d]), d // b, ranks)
 
 
@@ -197,17 +197,6 @@ class _StoppingRule:
         # A larger tail contains a singular value above the last one: a multiple one, which a block finds only b times.
         enough &= tail <= 1.01 * self.outside * last + rounding
         return bool(enough.all())
-
-
-def _well_conditioned(Y: Tensor, gram: Tensor, ranks: Ranks) -> Tensor:  # (*batch, m, b) and (*batch, b, b)
-    """Return a well-conditioned basis of the range of Y, (*batch, m, b), from Y and its Gram matrix."""
-    R, info = torch.linalg.cholesky_ex(gram, upper=True)
-    pivots = R.diagonal(dim1=-2, dim2=-1)
-    if bool(((info == 0) & (pivots.amin(-1) > _GRAM_REACH * pivots.amax(-1))).all()):
-        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        basis: Tensor = Y @ torch.linalg.solve_triangular(R, eye, upper=True)
-        return basis
-    return near_qr(Y, None, ranks)[0]
 
 
 def _descending(G: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ Mahoney, "LSRN: a parallel iterative solver for strongly over- or underdetermine
 (2014), doi:10.1137/120866580; and E. N. Epperly, M. Meier and Y. Nakatsukasa, 2024, arXiv:2406.03468.
 """
 
-__all__ = ["LstsqResult", "sketch_lstsq"]
+__all__ = ["LstsqResult", "right_hand_side", "scaled_columns", "sketch_lstsq"]
 
 import math
 import warnings
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.kernels.reference import coo_tensor
-from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_gram, from_rows
+from panther.linalg._preconditioner import Preconditioner, diagonal, from_columns, from_gram, from_rows
 from panther.linalg._ranks import sharded_qr
 from panther.linalg._refinement import MAX_STEPS, Solution, System, refine, smallest_singular_value, solve_quickly
 from panther.linalg.error import ErrorEstimate
@@ -162,7 +162,7 @@ def sketch_lstsq(
         seed = operand.ranks.seed(check_seed(seed))
         A, b = _from_shards(operand, b)
         operand = as_operand(A)
-    b = _right_hand_side(b, operand)
+    b = right_hand_side(b, operand)
     check_finite("b", b)
     ridge = check_number(
         "ridge", ridge, "0 or more and finite", lambda number: 0 <= number < math.inf, "0 for plain least squares"
@@ -179,7 +179,14 @@ def sketch_lstsq(
     return (result, error) if error else result
 
 
-def _right_hand_side(b: Any, operand: Operand) -> Tensor:
+def scaled_columns(b: Tensor) -> tuple[Tensor, list[int]]:
+    """Return b, (m, p), with each column over a power of two near its largest entry, and the exponents."""
+    powers = [math.frexp(value)[1] for value in b.abs().amax(dim=0).tolist()] if len(b) else [0] * b.shape[1]
+    return times_two_to(b, [-power for power in powers]), powers
+
+
+def right_hand_side(b: Any, operand: Operand) -> Tensor:
+    """Return b as a tensor of the operand's dtype, or raise unless it fits the operand."""
     is_tensor, b = isinstance(b, Tensor), as_dense("b", b)
     m = operand.shape[0]
     if b.ndim not in (1, 2) or b.shape[0] != m:
@@ -199,7 +206,7 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
 
 def _from_shards(operand: ShardedOperand, b: Any) -> tuple[Tensor, Tensor]:
     """Return a small problem of equal solutions and residual norms: R of a QR factorisation of A and b together."""
-    b = _right_hand_side(b.to_local() if hasattr(b, "to_local") else b, operand.local)
+    b = right_hand_side(b.to_local() if hasattr(b, "to_local") else b, operand.local)
     rows = torch.cat((as_dense("A", operand.local.A), b[:, None] if b.ndim == 1 else b), 1)
     operand.check_finite(rows)
     _, R = sharded_qr(rows, operand.ranks)
@@ -222,8 +229,7 @@ def _solve(
     operand: Operand, b: Tensor, ridge: float, tol: float, seed: int, return_error: bool
 ) -> tuple[LstsqResult, ErrorEstimate | None]:
     (m, n), p = operand.shape, b.shape[1]
-    powers = [math.frexp(value)[1] for value in b.abs().amax(dim=0).tolist()] if m else [0] * p
-    b = times_two_to(b, [-power for power in powers])
+    b, powers = scaled_columns(b)
     if 0 in (m, n, p):
         norms = times_two_to(b.norm(dim=0), powers)
         nothing = torch.zeros_like(norms)
@@ -236,7 +242,6 @@ def _solve(
         return _result(solution.x, solution.residual_norm, solution.steps, powers, powers), error
     sketched = _is_worth_sketching(operand, p, tol)
     operand = operand if sketched else _densified(operand)
-    N: Preconditioner
     if sketched and (factored := _from_gram(operand, b, root, seed)) is not None:
         (N, x), power, norm = factored, 0, None
     else:
@@ -263,7 +268,7 @@ def _result(x: Tensor, norm: Tensor, steps: int, powers: list[int], norm_powers:
 
 def _quick_solution(
     operand: Operand, b: Tensor, root: float, tol: float, seed: int
-) -> tuple[System, Spectral, Solution] | None:
+) -> tuple[System, Preconditioner, Solution] | None:
     """Solve by conjugate gradients with scaled columns where A is sparse, if this takes less time than factoring."""
     m, n = operand.shape
     A = _csr(operand, root)
@@ -276,7 +281,7 @@ def _quick_solution(
     if _DIGITS * limit < -math.log10(goal) or not float(squares.min()) > 0:
         return None
     lengths = torch.from_numpy(np.sqrt(squares + root**2)).to(b.dtype)
-    scaling = Spectral(None, lengths, math.sqrt(float(squares.sum())))
+    scaling = diagonal(lengths, math.sqrt(float(squares.sum())))
     system = System(operand, b, root**2)
     solution = solve_quickly(system, scaling, tol, goal, limit, seed)
     return None if solution is None else (system, scaling, solution)
@@ -344,11 +349,7 @@ def _densified(operand: Operand) -> Operand:
         return operand
     m, n = operand.shape
     _check_memory("A is solved as a dense matrix where it is not tall", m, n, operand)
-    if isinstance(operand.A, Tensor):
-        return _like(operand, operand.A.to_dense())
-    if operand.has_entries:
-        return _like(operand, tensor_of(operand.A.toarray()))
-    return _like(operand, operand.matmul(torch.eye(n, dtype=operand.dtype, device=operand.device)))
+    return _like(operand, operand.matmul(operand.eye()))
 
 
 def _check_memory(purpose: str, rows: int, columns: int, operand: Operand) -> None:
@@ -394,7 +395,7 @@ def _scaled(operand: Operand, power: int) -> Operand:
 
 def _warn(solution: Solution, N: Preconditioner) -> None:
     size = N.frobenius * (solution.objective + N.frobenius * solution.x.norm(dim=1))
-    if isinstance(N, Spectral) and N.V is not None:
+    if N.V is not None:
         # Unless S missed a direction, the gradient outside the row space is rounding.
         outside = solution.gradient - (solution.gradient @ N.V) @ N.V.mT
         excess = float((outside.norm(dim=1) / size / torch.finfo(size.dtype).eps).nan_to_num(0).max())

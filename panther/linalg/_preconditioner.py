@@ -3,7 +3,7 @@
 Right-hand sides, iterates and gradients are rows, (p, n), the layout whose products are fast.
 """
 
-__all__ = ["Preconditioner", "Spectral", "Triangular", "condition", "from_columns", "from_gram", "from_rows"]
+__all__ = ["Preconditioner", "condition", "diagonal", "from_columns", "from_gram", "from_rows"]
 
 import math
 from dataclasses import dataclass
@@ -19,70 +19,52 @@ _LARGEST_SQUARED_CONDITION = {torch.float64: 1e6, torch.float32: 1e4}
 
 
 @dataclass(frozen=True)
-class Triangular:
-    """N, the inverse of an upper triangular R of shape (n, n)."""
+class Preconditioner:
+    """N = ``V R^-1``, for orthonormal columns V (n, r), None for the identity.
+
+    Attributes:
+        R: Upper triangular, (r, r), or the diagonal of a diagonal matrix, (r,).
+        frobenius: Norm of A or its sketch, without the ridge that the norm of R includes.
+        condition: The condition of R.
+    """
 
     R: Tensor
-    frobenius: float  # norm of A or its sketch, without the ridge that the norm of R includes
+    frobenius: float
     condition: float
+    V: Tensor | None = None
 
     @property
     def size(self) -> float:
         """The Frobenius norm of R."""
         return float(self.R.norm())
 
-    def to_x(self, y: Tensor) -> Tensor:  # (p, n) -> (p, n)
-        """Return ``N y``."""
-        return _solve_rows(self.R.mT, y, upper=False)
-
-    def to_y(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, n)
-        """Return ``N^T gradient``."""
-        return _solve_rows(self.R, gradient)
-
-    def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
-        r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients."""
-        identity = torch.eye(len(self.R), dtype=self.R.dtype, device=self.R.device)
-        root = torch.linalg.qr(torch.cat((self.R, shift * identity)), mode="r").R
-        norms: Tensor = _solve_rows(root, gradient).norm(dim=1)
-        return norms
-
-
-@dataclass(frozen=True)
-class Spectral:
-    """N = ``V diag(1 / s)``, of shape (n, r): the inverse of R on the row space that V spans, None for the identity."""
-
-    V: Tensor | None
-    s: Tensor
-    frobenius: float  # norm of A or its sketch, without the ridge that the norm of R includes
-
-    @property
-    def condition(self) -> float:
-        """Largest over smallest of s."""
-        return float(self.s.max() / self.s.min()) if len(self.s) else 1.0
-
-    @property
-    def size(self) -> float:
-        """The Frobenius norm of R."""
-        return float(self.s.norm())
-
     def to_x(self, y: Tensor) -> Tensor:  # (p, r) -> (p, n)
         """Return ``N y``."""
-        return y / self.s if self.V is None else (y / self.s) @ self.V.mT
+        y = y / self.R if self.R.ndim == 1 else _solve_rows(self.R.mT, y, upper=False)
+        return y if self.V is None else y @ self.V.mT
 
     def to_y(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, r)
         """Return ``N^T gradient``."""
-        return self._inside(gradient) / self.s
+        return self._solved(self.R, gradient)
 
     def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
-        r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients, in the row space."""
-        norms: Tensor = (self._inside(gradient) / self.s.square().add(shift**2).sqrt()).norm(dim=1)
+        r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2} V^T` times the gradients."""
+        if self.R.ndim == 1:
+            root = self.R.square().add(shift**2).sqrt()
+        else:
+            identity = torch.eye(len(self.R), dtype=self.R.dtype, device=self.R.device)
+            root = torch.linalg.qr(torch.cat((self.R, shift * identity)), mode="r").R
+        norms: Tensor = self._solved(root, gradient).norm(dim=1)
         return norms
 
-    def _inside(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, r)
-        return gradient if self.V is None else gradient @ self.V
+    def _solved(self, R: Tensor, gradient: Tensor) -> Tensor:  # (p, n) -> (p, r)
+        gradient = gradient if self.V is None else gradient @ self.V
+        return gradient / R if R.ndim == 1 else _solve_rows(R, gradient)
 
 
-Preconditioner = Triangular | Spectral
+def diagonal(s: Tensor, frobenius: float, V: Tensor | None = None) -> Preconditioner:
+    """Return ``V diag(1 / s)``."""
+    return Preconditioner(s, frobenius, float(s.max() / s.min()) if len(s) else 1.0, V)
 
 
 def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor, Tensor | None]:
@@ -101,12 +83,12 @@ def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Precondi
     c = torch.ormqr(factor, tau, b, transpose=True)
     R = factor[:n].mT.tril().mT
     N, x = _from_triangle(R, c[:n], float(R.norm()) if frobenius is None else frobenius, seed)
-    return N, x, None if root or isinstance(N, Spectral) else c[n:].norm(dim=0)
+    return N, x, None if root or N.V is not None else c[n:].norm(dim=0)
 
 
 def from_gram(
     gram: Tensor, product: Tensor, root: float, seed: int, dtype: torch.dtype
-) -> tuple[Triangular, Tensor] | None:  # gram (n, n), product (n, p), both float64
+) -> tuple[Preconditioner, Tensor] | None:  # gram (n, n), product (n, p), both float64
     """Return preconditioner and solution (p, n) from ``A^T A`` and ``A^T b``, or None if A is too badly conditioned.
 
     The columns of A are scaled to length one first, which comes within a factor of sqrt(n) of the least condition that
@@ -124,7 +106,7 @@ def from_gram(
     R = R * scales
     if not (estimate := condition(R, seed)) < 0.1 / _rank_tolerance(len(R), dtype):
         return None
-    N = Triangular(R.to(dtype), frobenius, estimate)
+    N = Preconditioner(R.to(dtype), frobenius, estimate)
     return N, torch.cholesky_solve(product, R, upper=True).mT.to(dtype).contiguous()
 
 
@@ -135,7 +117,7 @@ def from_rows(A: Tensor, b: Tensor, root: float) -> tuple[Preconditioner, Tensor
     damped = torch.hypot(s, torch.full_like(s, root))
     is_significant = damped > _rank_tolerance(len(s), s.dtype) * damped[0]
     V, s, damped = (Q @ U)[:, is_significant], s[is_significant], damped[is_significant]
-    return Spectral(V, damped, float(A.norm())), (b.mT @ Vh.mT[:, is_significant] * (s / damped) / damped) @ V.mT
+    return diagonal(damped, float(A.norm()), V), (b.mT @ Vh.mT[:, is_significant] * (s / damped) / damped) @ V.mT
 
 
 def _rank_tolerance(n: int, dtype: torch.dtype) -> float:
@@ -147,10 +129,10 @@ def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int) -> tuple[P
     """Return the preconditioner from R (n, n), and the least-norm solution (p, n) of ``R x = c``, c (n, p)."""
     tolerance = _rank_tolerance(len(R), R.dtype)
     if (estimate := condition(R, seed)) < 0.1 / tolerance:
-        return Triangular(R, frobenius, estimate), torch.linalg.solve_triangular(R, c, upper=True).mT.contiguous()
+        return Preconditioner(R, frobenius, estimate), torch.linalg.solve_triangular(R, c, upper=True).mT.contiguous()
     U, s, Vh = torch.linalg.svd(R)
     rank = int((s > tolerance * s[0]).sum())
-    N = Spectral(Vh[:rank].mT, s[:rank], frobenius)
+    N = diagonal(s[:rank], frobenius, Vh[:rank].mT)
     return N, N.to_x(c.mT @ U[:, :rank])
 
 

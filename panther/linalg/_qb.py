@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, sign_matrix
+from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm, unsafe_power
+from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm, times_two_to, unsafe_power
 from panther.linalg.orthogonal import add_to_basis, rotate
 from panther.sketch import SignSketch, check_seed
 
@@ -117,8 +117,6 @@ def qb(
     tol, n_iter = check_tol(tol), check_n_iter(n_iter)
     block_size = check_size("block_size", block_size, least=1)
     seed = operand.ranks.seed(check_seed(seed))
-    if tol is not None:
-        operand.scale = _power_of_two(operand, seed)
     n = operand.shape[-1]
     S = SignSketch(most, n, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
     residual = None if tol is None else _Residual(operand, tol, seed)
@@ -144,7 +142,7 @@ def qb(
             NumericalWarning,
             stacklevel=3,
         )
-    result = QBResult(Q, Bt.mT / operand.scale)
+    result = QBResult(Q, Bt.mT)
     operand.check_finite(result.B)
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
@@ -154,12 +152,15 @@ class _Residual:
 
     def __init__(self, operand: Operand, tol: float, seed: int) -> None:
         self.target, self.ranks = tol**2, operand.ranks
-        self.probed: Tensor | None = None
         values = operand.values if self.target >= _RESOLVED * torch.finfo(operand.dtype).eps else None
-        if values is not None:
-            values = values if operand.scale == 1 else values * operand.scale
-        else:
-            values = self.probed = operand.matmul(operand.probes(_PROBES, seed) / math.sqrt(_PROBES))
+        if values is None:
+            values = operand.matmul(operand.probes(_PROBES, seed) / math.sqrt(_PROBES))
+        largest = self.ranks.gather(values.abs().max() if values.numel() else values.new_zeros(())).max()
+        self.power = unsafe_power(float(largest), operand.dtype)  # Squares of A over 2^power are in range.
+        values = times_two_to(values, [-self.power])
+        self.probed = (
+            values if operand.values is None or self.target < _RESOLVED * torch.finfo(operand.dtype).eps else None
+        )
         self.norm = self.ranks.norm(frobenius_norm(values))
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()
@@ -174,9 +175,11 @@ class _Residual:
 
     def reduce(self, Q: Tensor, Bt: Tensor) -> tuple[Tensor, Tensor]:
         """Subtract a block from the residual; return it with descending columns, truncated at the tolerance."""
-        W = torch.linalg.eigh((Bt.mT @ Bt).double()).eigenvectors.to(Q.dtype)
+        scaled = times_two_to(Bt, [-self.power])
+        W = torch.linalg.eigh((scaled.mT @ scaled).double()).eigenvectors.to(Q.dtype)
         Q, Bt = rotate(Q, W.flip(-1)), rotate(Bt, W.flip(-1))
-        coefficients = Bt if self.probed is None else self.ranks.sum(Q.mT @ self.probed).mT  # (*batch, n or probes, b)
+        # (*batch, n or probes, b)
+        coefficients = rotate(scaled, W.flip(-1)) if self.probed is None else self.ranks.sum(Q.mT @ self.probed).mT
         scale = torch.where(self.norm > 0, self.norm, 1.0)
         shares = (coefficients.double() / scale[..., None, None]).square().sum(-2)
         if self.probed is None:
@@ -191,12 +194,3 @@ class _Residual:
         num_columns = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
         self.left = after[..., num_columns - 1]
         return Q[..., :num_columns], Bt[..., :num_columns]
-
-
-def _power_of_two(operand: Operand, seed: int) -> float:
-    """Return the power of two that scales A to entries near 1 if their squares could overflow or vanish, else 1."""
-    entries = operand.values
-    if entries is None:  # A product with one vector of signs has entries of the same size.
-        entries = operand.matmul(sign_matrix(operand, 1, seed))
-    largest = float(operand.ranks.gather(entries.abs().max() if entries.numel() else entries.new_zeros(())).max())
-    return 2.0 ** -unsafe_power(largest, operand.dtype)

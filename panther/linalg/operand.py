@@ -108,7 +108,6 @@ class Operand:
         device: The device of the products.
         eps: Rounding unit of the entries in the dtype that the user passed.
         dense: A itself if it is a dense tensor, else None.
-        scale: A power of two that multiplies A in products, so that squares of them neither overflow nor vanish.
         ranks: The ranks over which the rows of A are sharded.
         num_rows: Rows of ``A @ X`` that this process has.
     """
@@ -119,8 +118,7 @@ class Operand:
         self.A, self.device, self.shape = A, device, torch.Size(A.shape)
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.eps = torch.finfo(dtype).eps
-        self.scale, self.num_rows = 1.0, self.shape[-2]
-        self._own_dtype = dtype
+        self.num_rows, self._own_dtype = self.shape[-2], dtype
         self.dense: Tensor | None = None
         if isinstance(A, Tensor):
             self.A = A = A.to(self.dtype)
@@ -135,7 +133,6 @@ class Operand:
 
     def matmul(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
         """Return ``A @ X``."""
-        X = X if self.scale == 1 else X * self.scale
         if self.dense is not None and not self.dense.is_cuda and (self.dtype == torch.float64 or X.shape[-1] < _NARROW):
             # As rows: up to 2.8 times as fast in float64 where X's columns are not a multiple of 24, and 1.3 times in
             # float32 where they are few (MKL on AMD); contiguous ones 1.7 and 3 times for two columns.
@@ -144,7 +141,6 @@ class Operand:
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)
         """Return ``A.mT @ X``."""
-        X = X if self.scale == 1 else X * self.scale
         if self.dense is not None:
             return (X.mT.contiguous() @ self.dense).mT  # up to 1.3 times faster than A.mT @ X (MKL, narrow X)
         if self._transposed is None:
@@ -169,9 +165,7 @@ class Operand:
 
     def accurate_rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)
         """Return ``A.mT @ X`` by :func:`summed_product` where A is dense, so that rounding does not grow with m."""
-        if self.dense is None:
-            return self.rmatmul(X)
-        return summed_product(X if self.scale == 1 else X * self.scale, self.dense).mT.to(self.dtype)
+        return self.rmatmul(X) if self.dense is None else summed_product(X, self.dense).mT.to(self.dtype)
 
     def eye(self) -> Tensor:  # (*batch, n, n)
         """Return the identity, whose product with A is A."""

@@ -70,11 +70,11 @@ class ShardedOperand(Operand):
     def __init__(self, local: Operand, ranks: Ranks, shape: torch.Size, first: int) -> None:
         self.local, self.ranks, self.gathers, self._first = local, ranks, False, first
         self.A, self.device, self.dtype, self.eps = local.A, local.device, local.dtype, local.eps
-        self.shape, self.scale, self.dense, self.num_rows = shape, 1.0, None, local.shape[0]
+        self.shape, self.dense, self.num_rows = shape, None, local.shape[0]
 
     def matmul(self, X: Tensor) -> Tensor:  # (n, l) -> (rows, l)
         """Return this rank's rows of ``A @ X``, or all of them."""
-        Y = self.local.matmul(X if self.scale == 1 else X * self.scale)
+        Y = self.local.matmul(X)
         if not self.gathers:
             return Y
         product = Y.new_zeros(self.shape[0], Y.shape[1])
@@ -83,8 +83,7 @@ class ShardedOperand(Operand):
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (rows, l) or (m, l) -> (n, l)
         """Return ``A.mT @ X``, the sum of the products of all ranks."""
-        X = self.rows_of(X if self.scale == 1 else X * self.scale)
-        return self.ranks.sum(self.local.accurate_rmatmul(X))
+        return self.ranks.sum(self.local.accurate_rmatmul(self.rows_of(X)))
 
     def signs(self, columns: int, seed: int) -> Tensor:  # (rows, columns)
         """Return this rank's rows of a matrix (m, columns) of random signs."""

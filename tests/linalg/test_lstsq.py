@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import panther.linalg._lstsq as module
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.linalg import sketch_lstsq
-from panther.linalg._preconditioner import Triangular, from_columns
+from panther.linalg._preconditioner import Preconditioner, from_columns
 from panther.linalg._refinement import System, smallest_singular_value
 
 
@@ -399,7 +399,7 @@ def test_the_least_singular_value_is_missed_no_more_often_than_stated():
     s = torch.linspace(1.0, 2.0, n, dtype=torch.float64)
     s[0] = 0.5  # one small value, the hardest to find
     A = torch.diag(s)
-    identity = Triangular(torch.eye(n, dtype=torch.float64), 1.0, 1.0)
+    identity = Preconditioner(torch.eye(n, dtype=torch.float64), 1.0, 1.0)
     system = System(module.as_operand(A), torch.zeros(n, 1, dtype=torch.float64), 0.0)
     bounds = [smallest_singular_value(system, identity, seed, 0.2) for seed in range(60)]
     assert sum(bound > 0.5 * (1 + 1e-12) for bound in bounds) <= 22

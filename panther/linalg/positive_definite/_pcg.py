@@ -13,7 +13,7 @@ from torch import Tensor
 
 from panther.errors import NumericalWarning, ShapeError, check_size
 from panther.linalg._eigh import NystromResult, nystrom
-from panther.linalg._lstsq import _right_hand_side
+from panther.linalg._lstsq import right_hand_side, scaled_columns
 from panther.linalg.operand import check_finite, check_number, driver, times_two_to
 from panther.linalg.positive_definite._rp_cholesky import RPCholeskyResult
 from panther.linalg.sharded import as_square
@@ -162,13 +162,11 @@ def pcg(
     Reference: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044.
     """
     operand = as_square(A, batched=False)
-    b, shift = _right_hand_side(b, operand), check_shift(shift)
+    b, shift = right_hand_side(b, operand), check_shift(shift)
     check_finite("b", b)
     tol = check_number("tol", tol, "positive and below 1", lambda number: 0 < number < 1, "1e-6")
     max_iter = 10 * len(b) if max_iter is None else check_size("max_iter", max_iter, least=0)
-    columns = b[:, None] if b.ndim == 1 else b
-    powers = [math.frexp(size)[1] for size in columns.abs().amax(dim=0).tolist()] if len(b) else [0] * columns.shape[1]
-    columns = times_two_to(columns, [-power for power in powers])
+    columns, powers = scaled_columns(b[:, None] if b.ndim == 1 else b)
 
     def multiply(X: Tensor) -> Tensor:
         Y = operand.matmul(X) + shift * X
