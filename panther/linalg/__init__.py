@@ -48,40 +48,12 @@ from .sharded import RowSharded
 from .streaming import PCAResult, StreamingSVD
 
 __all__ = [
-    "CQRRPTResult",
-    "EighResult",
-    "ErrorEstimate",
-    "InterpolativeResult",
-    "LstsqResult",
-    "NystromPreconditioner",
-    "NystromResult",
-    "PCAResult",
-    "PCGResult",
-    "QBResult",
-    "RPCholeskyResult",
-    "RowSharded",
-    "SVDResult",
-    "StreamingSVD",
-    "TraceEstimate",
-    "cholesky_qr",
-    "cqrrpt",
-    "diag",
-    "estimate_error",
-    "interpolative",
-    "leverage_scores",
-    "logdet",
-    "nystrom",
-    "nystrom_preconditioner",
-    "orthonormalize",
-    "pcg",
-    "qb",
-    "randomized_eigh",
-    "randomized_svd",
-    "rangefinder",
-    "rp_cholesky",
-    "sketch_lstsq",
-    "trace",
-]
+    "CQRRPTResult", "EighResult", "ErrorEstimate", "InterpolativeResult", "LstsqResult", "NystromPreconditioner",
+    "NystromResult", "PCAResult", "PCGResult", "QBResult", "RPCholeskyResult", "RowSharded", "SVDResult",
+    "StreamingSVD", "TraceEstimate", "cholesky_qr", "cqrrpt", "diag", "estimate_error", "interpolative",
+    "leverage_scores", "logdet", "nystrom", "nystrom_preconditioner", "orthonormalize", "pcg", "qb", "randomized_eigh",
+    "randomized_svd", "rangefinder", "rp_cholesky", "sketch_lstsq", "trace",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

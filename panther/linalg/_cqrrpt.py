@@ -80,12 +80,7 @@ def cqrrpt(
 ) -> tuple[Tensor, Tensor, Tensor, ErrorEstimate]: ...
 @driver
 def cqrrpt(
-    M: Tensor,  # (m, n)
-    gamma: float = 1.25,
-    *,
-    rtol: float | None = None,
-    seed: int | None = None,
-    return_error: bool = False,
+    M: Tensor, gamma: float = 1.25, *, rtol: float | None = None, seed: int | None = None, return_error: bool = False
 ) -> CQRRPTResult | tuple[Tensor, Tensor, Tensor, ErrorEstimate]:
     r"""Factor a matrix as :math:`M_{:,P} = Q R` with column pivoting, which shows its numerical rank r.
 

@@ -232,12 +232,7 @@ def _exchange(order: Tensor, C: Tensor) -> bool:  # (n,), (n - r, r)
 
 
 @driver
-def leverage_scores(
-    A: Any,  # (*batch, m, n)
-    k: int | None = None,
-    *,
-    seed: int | None = None,
-) -> Tensor:  # (*batch, m)
+def leverage_scores(A: Any, k: int | None = None, *, seed: int | None = None) -> Tensor:  # (*batch, m)
     r"""Compute the leverage scores of the rows, :math:`\ell_i = \|Q_{i,:}\|^2` for an orthonormal basis Q of the range.
 
     Scores are between 0 and 1 and add up to the rank. A score near 1 means that no combination of other rows gives the

@@ -82,13 +82,7 @@ def sketch_lstsq(
 ) -> tuple[LstsqResult, ErrorEstimate]: ...
 @driver
 def sketch_lstsq(
-    A: Any,  # (m, n)
-    b: Any,  # (m,) or (m, p)
-    *,
-    ridge: float = 0.0,
-    tol: float | None = None,
-    seed: int | None = None,
-    return_error: bool = False,
+    A: Any, b: Any, *, ridge: float = 0.0, tol: float | None = None, seed: int | None = None, return_error: bool = False
 ) -> LstsqResult | tuple[LstsqResult, ErrorEstimate]:
     r"""Minimise :math:`\|A x - b\|^2 + \text{ridge}\,\|x\|^2`, fast where A is tall.
 

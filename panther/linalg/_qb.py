@@ -153,14 +153,12 @@ class _Residual:
     def __init__(self, operand: Operand, tol: float, seed: int) -> None:
         self.target, self.ranks = tol**2, operand.ranks
         values = operand.values if self.target >= _RESOLVED * torch.finfo(operand.dtype).eps else None
-        if values is None:
+        if is_probed := values is None:
             values = operand.matmul(operand.probes(_PROBES, seed) / math.sqrt(_PROBES))
         largest = self.ranks.gather(values.abs().max() if values.numel() else values.new_zeros(())).max()
         self.power = unsafe_power(float(largest), operand.dtype)  # Squares of A over 2^power are in range.
         values = times_two_to(values, [-self.power])
-        self.probed = (
-            values if operand.values is None or self.target < _RESOLVED * torch.finfo(operand.dtype).eps else None
-        )
+        self.probed = values if is_probed else None
         self.norm = self.ranks.norm(frobenius_norm(values))
         operand.check_finite(self.norm)
         self.left = (self.norm > 0).double()

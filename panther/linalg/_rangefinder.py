@@ -44,13 +44,8 @@ def rangefinder(
 ) -> tuple[Tensor, ErrorEstimate]: ...
 @driver
 def rangefinder(
-    A: Any,  # (*batch, m, n)
-    k: int,
-    *,
-    n_iter: int = 2,
-    seed: int | None = None,
-    return_error: bool = False,
-) -> Tensor | tuple[Tensor, ErrorEstimate]:  # (*batch, m, k)
+    A: Any, k: int, *, n_iter: int = 2, seed: int | None = None, return_error: bool = False
+) -> Tensor | tuple[Tensor, ErrorEstimate]:
     r"""Find an orthonormal Q of k columns with :math:`A \approx Q Q^T A`.
 
     .. math:: Q = \mathrm{orth}((A A^T)^q A \Omega), \qquad \Omega_{ij} = \pm 1,

@@ -51,12 +51,7 @@ class ErrorEstimate(NamedTuple):
 
 @driver
 def estimate_error(
-    A: Any,  # (*batch, m, n)
-    approximation: Any,
-    *,
-    probes: int = 10,
-    confidence: float = 0.999,
-    seed: int | None = None,
+    A: Any, approximation: Any, *, probes: int = 10, confidence: float = 0.999, seed: int | None = None
 ) -> ErrorEstimate:
     r"""Estimate :math:`\|A - \hat A\|_F`, with an upper bound that holds with stated probability.
 

@@ -22,9 +22,7 @@ _NEAR_IDENTITY = 0.5
 
 
 @driver
-def cholesky_qr(
-    X: Tensor,  # (*batch, m, n)
-) -> tuple[Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n)
+def cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:  # (*batch, m, n) -> (*batch, m, n), (*batch, n, n)
     r"""Factor a tall matrix, :math:`X = Q R` with orthonormal Q and upper triangular R.
 
     Args:
@@ -55,10 +53,7 @@ def cholesky_qr(
 
 
 @driver
-def orthonormalize(
-    X: Tensor,  # (*batch, m, n)
-    basis: Tensor | None = None,  # (*batch, m, d)
-) -> Tensor:  # (*batch, m, n)
+def orthonormalize(X: Tensor, basis: Tensor | None = None) -> Tensor:  # (*batch, m, n), (*batch, m, d)
     r"""Return an orthonormal Q such that the columns of X are in the span of Q and ``basis``.
 
     :math:`Q^T Q = I`, :math:`\mathrm{basis}^T Q = 0`, and X is in the span of both. Where X adds fewer than n
@@ -93,22 +88,16 @@ def orthonormalize(
     return add_to_basis(X, basis)
 
 
-def add_to_basis(
-    X: Tensor,  # (*batch, m, n)
-    basis: Tensor | None = None,  # (*batch, m, d)
-    ranks: Ranks = ALONE,
-) -> Tensor:  # (*batch, m, n)
+def add_to_basis(X: Tensor, basis: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
     """Compute :func:`orthonormalize` without its checks, also of rows that are sharded over ranks."""
     Q, T, _ = near_qr(X, basis, ranks)
     return rotate(Q, T)
 
 
-def near_qr(
-    X: Tensor,  # (*batch, m, n)
-    basis: Tensor | None = None,  # (*batch, m, d)
-    ranks: Ranks = ALONE,
-) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
-    r"""Return a QR factorisation without its last product: :math:`Q T` is orthonormal, and T is near I.
+def near_qr(X: Tensor, basis: Tensor | None = None, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Return Q (\*batch, m, n), T and R of a QR factorisation without its last product: :math:`Q T` is orthonormal.
+
+    T is near I, and the basis has the shape (\*batch, m, d), if there is one.
 
     Without a basis, X = Q T R. Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or
     less; to form :math:`Q T W`, multiply T and W first. The rows of X and of the basis may be sharded over ranks.
@@ -138,10 +127,7 @@ def near_qr(
     return Q[..., basis_size:].to(X.dtype), eye.to(X.dtype).expand(R.shape), R
 
 
-def rotate(
-    Q: Tensor,  # (*batch, m, n)
-    W: Tensor,  # (*batch, n, k)
-) -> Tensor:  # (*batch, m, k)
+def rotate(Q: Tensor, W: Tensor) -> Tensor:  # (*batch, m, n), (*batch, n, k) -> (*batch, m, k)
     """Return ``Q W``, summed in float64, so that orthonormal Q and W give orthonormal columns to rounding."""
     return (Q.double() @ W.double()).to(Q.dtype)
 
@@ -151,17 +137,13 @@ def _gram(X: Tensor, Y: Tensor) -> Tensor:
     return X.double().mT @ Y.double()
 
 
-def core_svd(
-    R: Tensor,  # (*batch, n, n)
-) -> tuple[Tensor, Tensor, Tensor]:
+def core_svd(R: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, n, n)
     """Return the SVD of a small matrix, computed in float64: in float32, LAPACK's vectors lose up to two digits."""
     W, S, Xh = torch.linalg.svd(R.double())
     return W.to(R.dtype), S.to(R.dtype), Xh.to(R.dtype)
 
 
-def fix_signs(
-    Q: Tensor,  # (*batch, m, n)
-) -> Tensor:  # (*batch, 1, n)
+def fix_signs(Q: Tensor) -> Tensor:  # (*batch, m, n) -> (*batch, 1, n)
     """Return the signs, +-1, that make the largest entry of each column positive; the first of equal entries."""
     if Q.shape[-2] == 0:
         return Q.new_ones(*Q.shape[:-2], 1, Q.shape[-1])

@@ -5,11 +5,5 @@ from ._pcg import NystromPreconditioner, PCGResult, nystrom_preconditioner, pcg
 from ._rp_cholesky import RPCholeskyResult, rp_cholesky
 
 __all__ = [
-    "NystromPreconditioner",
-    "PCGResult",
-    "RPCholeskyResult",
-    "logdet",
-    "nystrom_preconditioner",
-    "pcg",
-    "rp_cholesky",
-]
+    "NystromPreconditioner", "PCGResult", "RPCholeskyResult", "logdet", "nystrom_preconditioner", "pcg", "rp_cholesky",
+]  # fmt: skip

@@ -31,7 +31,7 @@ _INVARIANT = 1e-14
 @inherit_arguments(pcg)
 @driver
 def logdet(
-    A: Any,  # (n, n)
+    A: Any,
     probes: int = 10,
     *,
     preconditioner: NystromPreconditioner | None = None,

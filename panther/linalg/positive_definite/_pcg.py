@@ -120,13 +120,7 @@ def nystrom_preconditioner(A: Any, rank: int, shift: float = 0.0, *, seed: int |
 
 @driver
 def pcg(
-    A: Any,  # (n, n)
-    b: Any,  # (n,) or (n, p)
-    preconditioner: Any = None,
-    *,
-    shift: float = 0.0,
-    tol: float = 1e-6,
-    max_iter: int | None = None,
+    A: Any, b: Any, preconditioner: Any = None, *, shift: float = 0.0, tol: float = 1e-6, max_iter: int | None = None
 ) -> PCGResult:
     r"""Solve :math:`(A + \text{shift}\,I)\,x = b` for a positive definite matrix, known by its products.
 

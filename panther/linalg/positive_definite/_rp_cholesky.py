@@ -45,12 +45,7 @@ class RPCholeskyResult(NamedTuple):
 
 @driver
 def rp_cholesky(
-    A: Any,  # (n, n), or (b,) -> (n, b)
-    rank: int,
-    *,
-    diagonal: Any = None,
-    tol: float | None = None,
-    seed: int | None = None,
+    A: Any, rank: int, *, diagonal: Any = None, tol: float | None = None, seed: int | None = None
 ) -> RPCholeskyResult:
     r"""Approximate a positive semidefinite matrix by few of its columns, :math:`A \approx F F^T`.
 
