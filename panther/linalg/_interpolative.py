@@ -16,7 +16,7 @@ from torch import Tensor
 
 from panther.errors import ShapeError, check_size
 from panther.linalg._cqrrpt import cqrrpt
-from panther.linalg._rangefinder import check_rank, check_tol, sign_matrix
+from panther.linalg._rangefinder import check_goal, check_rank, sign_matrix
 from panther.linalg._svd import randomized_svd
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm
@@ -132,13 +132,8 @@ def interpolative(
             f"interpolative takes a whole matrix, and A is sharded over {operand.ranks.size} ranks: gather A, or use "
             "randomized_svd"
         )
-    if k is None and tol is None:
-        raise ValueError(
-            "interpolative must know when to stop, and k and tol are both None: pass a rank k, or a tolerance such as "
-            "tol=1e-3"
-        )
-    most = min(operand.shape) if k is None else check_rank(k, operand)
-    tol, oversample = check_tol(tol), check_size("oversample", oversample, least=0)
+    most, tol = check_goal("interpolative", k, tol, operand)
+    oversample = check_size("oversample", oversample, least=0)
     if isinstance(dim, bool) or dim not in (-2, -1, 0, 1):
         raise ValueError(f"dim={dim!r} must be -1 for columns or -2 for rows: use dim=-1")
     seed = check_seed(seed)

@@ -2,10 +2,8 @@ r"""Least squares by sketching and preconditioning, to the accuracy of a direct 
 
 The R of a QR factorisation of the sketch S A, with d rows, makes :math:`A R^{-1}` well-conditioned: its singular values
 lie near :math:`[1/(1 + \rho), 1/(1 - \rho)]` with :math:`\rho = \sqrt{n / d}`, and each iteration multiplies the
-error by about :math:`\rho`. After H. Avron, P. Maymounkov and S. Toledo, "Blendenpik: supercharging LAPACK's
-least-squares solver", SIAM J. Sci. Comput. 32 (2010), doi:10.1137/090767911; X. Meng, M. A. Saunders and M. W.
-Mahoney, "LSRN: a parallel iterative solver for strongly over- or underdetermined systems", SIAM J. Sci. Comput. 36
-(2014), doi:10.1137/120866580; and E. N. Epperly, M. Meier and Y. Nakatsukasa, 2024, arXiv:2406.03468.
+error by about :math:`\rho`. After Avron, Maymounkov and Toledo (Blendenpik, 2010), doi:10.1137/090767911; Meng,
+Saunders and Mahoney (LSRN, 2014), doi:10.1137/120866580; Epperly, Meier and Nakatsukasa (2024), arXiv:2406.03468.
 """
 
 __all__ = ["LstsqResult", "right_hand_side", "scaled_columns", "sketch_lstsq"]
@@ -91,9 +89,7 @@ def sketch_lstsq(
     columns of A depend on each other, to :math:`4 \sqrt n\, \epsilon` of the largest singular value, x has least norm.
 
     Args:
-        A: A tensor (m, n) of any floating dtype, a sparse tensor, a NumPy or scipy.sparse array, a table with
-            ``to_numpy``, or anything with ``.shape``, ``.dtype``, ``@`` and ``.T``. Half precision is computed, and
-            returned, in float32.
+        A: One matrix, (m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         b: One right-hand side (m,), or p of them (m, p), with A's dtype and device.
         ridge: Weight of the penalty, 0 or more.
         tol: Stop once the fitted values are within ``tol`` of their optimum, relative to the root of the objective:
@@ -114,12 +110,9 @@ def sketch_lstsq(
         ``confidence`` 1. Either has :math:`4 \epsilon \kappa(R) \|A x - b\|` added for rounding.
 
     Raises:
-        ShapeError: If A does not have two dimensions, b does not fit A, or a sparse or matrix-free A is not tall and
-            too large to be solved as a dense matrix.
-        DTypeError: If A is not real and floating, or b has another dtype or device.
-        TypeError: If ``ridge`` or ``tol`` is not a number, or A has no product.
-        ValueError: If A or b has NaN or infinity, ``ridge`` is negative or not finite, ``tol`` is not positive and
-            finite, or the solution overflows.
+        ShapeError: If b does not fit A, or a sparse or matrix-free A is not tall and too large to be made dense.
+        DTypeError: If b has another dtype or device than A.
+        ValueError: If b is not finite, ``ridge`` or ``tol`` is out of its range, or the solution overflows.
 
     Warns:
         NumericalWarning: If the iteration ends with a backward error far above a direct solver's. The message states

@@ -1,9 +1,7 @@
 r"""Adaptive low-rank factorisation :math:`A \approx Q B`, block by block until a tolerance is met.
 
-Each block adds an orthonormal :math:`Q_i \perp Q_1, \dots, Q_{i-1}` and :math:`B_i = Q_i^T A`, which reduces
-the squared residual by :math:`\|B_i\|_F^2`. Once the residual has fallen to :math:`\sqrt\epsilon \|A\|`, that
-difference is only rounding. For smaller residuals, and for an A without stored entries, the residual is estimated from
-its products with random probes.
+Each block of Q reduces the squared residual by the squares of its rows of B. Once the residual has fallen to
+:math:`\sqrt\epsilon \|A\|`, that difference is only rounding, and products with random probes estimate the residual.
 """
 
 __all__ = ["QBResult", "qb"]
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
+from panther.linalg._rangefinder import check_goal, check_n_iter
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm, times_two_to, unsafe_power
 from panther.linalg.orthogonal import add_to_basis, rotate
@@ -109,12 +107,7 @@ def qb(
     approximation", SIMAX 39 (2018), algorithm 2, doi:10.1137/17M1141977.
     """
     operand = as_operand(A)
-    if k is None and tol is None:
-        raise ValueError(
-            "qb must know when to stop, and k and tol are both None: pass a rank k, or a tolerance such as tol=1e-3"
-        )
-    most = min(operand.shape[-2:]) if k is None else check_rank(k, operand)
-    tol, n_iter = check_tol(tol), check_n_iter(n_iter)
+    (most, tol), n_iter = check_goal("qb", k, tol, operand), check_n_iter(n_iter)
     block_size = check_size("block_size", block_size, least=1)
     seed = operand.ranks.seed(check_seed(seed))
     n = operand.shape[-1]

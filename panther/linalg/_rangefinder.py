@@ -1,7 +1,7 @@
 r"""Orthonormal bases that contain most of a matrix: subspace iteration and block Krylov spaces."""
 
 __all__ = [
-    "SearchOptions", "check_n_iter", "check_rank", "check_tol", "krylov_blocks", "rangefinder",
+    "SearchOptions", "check_goal", "check_n_iter", "check_rank", "check_tol", "krylov_blocks", "rangefinder",
     "sign_matrix",
 ]  # fmt: skip
 
@@ -63,7 +63,7 @@ def rangefinder(
     Returns:
         Q, (\*batch, m, k); with ``return_error`` the pair of Q and the estimate.
 
-    Cost: ``2 n_iter + 1`` products of A with k columns.
+    Cost: ``2 n_iter + 1`` products of A with k columns, and one more for the estimate.
 
     Example:
         >>> import torch
@@ -84,17 +84,7 @@ def rangefinder(
     Q = add_to_basis(Y, None, operand.ranks)
     for _ in range(n_iter):
         Q = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(Q))), None, operand.ranks)
-    return (Q, estimate_error(A, _Projected(Q, operand), seed=seed)) if return_error else Q
-
-
-class _Projected:
-    """``Q Q^T A``, available through its products."""
-
-    def __init__(self, Q: Tensor, operand: Operand) -> None:
-        self.Q, self.operand = Q, operand
-
-    def __matmul__(self, X: Tensor) -> Tensor:
-        return self.Q @ self.operand.ranks.sum(self.Q.mT @ self.operand.matmul(X))
+    return (Q, estimate_error(A, (Q, operand.rmatmul(Q).mT), seed=seed)) if return_error else Q
 
 
 def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
@@ -140,6 +130,16 @@ def check_n_iter(n_iter: int | str) -> int:
     if n_iter > _MOST_ITERATIONS:
         raise ShapeError(f"n_iter={n_iter} must be at most {_MOST_ITERATIONS}: raise k or oversample instead")
     return n_iter
+
+
+def check_goal(driver: str, k: int | None, tol: float | None, operand: Operand) -> tuple[int, float | None]:
+    """Return the largest rank, and tol as a float or None; raise ValueError if neither says when to stop."""
+    if k is None and tol is None:
+        raise ValueError(
+            f"{driver} must know when to stop, and k and tol are both None: pass a rank k, or a tolerance such as "
+            "tol=1e-3"
+        )
+    return min(operand.shape[-2:]) if k is None else check_rank(k, operand), check_tol(tol)
 
 
 def check_tol(tol: float | None) -> float | None:

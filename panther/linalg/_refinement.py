@@ -4,9 +4,8 @@ With N such that the singular values of A N are near one, conjugate gradients on
 :math:`N^T (A^T A + \lambda I) N y = N^T (A^T r - \lambda x)` gain a constant factor per step for any condition of A.
 They run on vectors of length n only: a step visits A once, a panel of rows at a time, and multiplies by the panel and
 by its transpose while it is in cache. Rounding errors grow with the condition of A, so the iteration restarts
-from the true residual and corrects x, until the backward error is as small as a direct solver's: E. N. Epperly, M.
-Meier and Y. Nakatsukasa, "Fast randomized least-squares solvers can be just as accurate and stable as classical direct
-solvers", 2024, arXiv:2406.03468.
+from the true residual and corrects x, until the backward error is as small as a direct solver's: Epperly, Meier and
+Nakatsukasa (2024), arXiv:2406.03468.
 
 Right-hand sides and iterates are rows here, (p, n), the layout whose products are fast.
 """

@@ -7,8 +7,8 @@ For :math:`E = A - \hat A` and standard normal :math:`\omega_i`, :math:`\frac1r 
 
 Chernoff's bound for one singular value, which is the worst case: with weights :math:`\lambda_j = \sigma_j^2 /
 \|E\|_F^2`, :math:`\prod_j (1 + 2 s \lambda_j) \ge 1 + 2 s`. After Halko, Martinsson and Tropp, "Finding structure with
-randomness", SIAM Rev. 53 (2011), section 4.3, doi:10.1137/090771806, and Martinsson and Tropp, "Randomized numerical
-linear algebra", Acta Numer. 29 (2020), section 12, doi:10.1017/S0962492920000021.
+randomness" (2011), section 4.3, doi:10.1137/090771806, and Martinsson and Tropp (2020), section 12,
+doi:10.1017/S0962492920000021.
 """
 
 __all__ = ["ErrorEstimate", "estimate_error"]
@@ -70,9 +70,8 @@ def estimate_error(
 
     Raises:
         ShapeError: If the shapes differ, or ``probes`` is outside its range.
-        DTypeError: If A or the approximation is not real and floating, or they are on two devices.
-        TypeError: If the approximation is none of these, or ``confidence`` is not a number.
-        ValueError: If ``confidence`` is outside (0, 1), or a product is not finite.
+        DTypeError: If A and the approximation are on two devices.
+        ValueError: If ``confidence`` is outside (0, 1).
 
     Cost: ``probes`` products of A and of the approximation with a vector.
 

@@ -5,9 +5,7 @@ squared singular value is subtracted from the trailing half of the squares, so t
 dropped every time: :math:`0 \preceq A^T A - B^T B \preceq \Delta I`, :math:`\Delta` the sum of what was subtracted,
 at most :math:`\|A - A_k\|_F^2 / (l / 2 + 1 - k)` for any order and any merges. Subtracting from all squares gave up to
 1.032 times the least error where this gave 1.0001. Rows are kept less their mean, with one more row for each change of
-the mean, so that the centred and the uncentred matrix follow from one summary. M. Ghashami, E. Liberty, J. M. Phillips
-and D. P. Woodruff, "Frequent directions: simple and deterministic matrix sketching", SIAM J. Comput. 45 (2016),
-arXiv:1501.01711; A. Desai, M. Ghashami and J. M. Phillips, 2016, arXiv:1501.06561 (trailing squares).
+the mean, so that the centred and the uncentred matrix follow from one summary.
 """
 
 __all__ = ["PCAResult", "StreamingSVD"]
@@ -86,7 +84,8 @@ class StreamingSVD:
         >>> stream.transform(rows).shape
         torch.Size([20, 1])
 
-    Reference: Ghashami, Liberty, Phillips and Woodruff (2016), arXiv:1501.01711.
+    Reference: Ghashami, Liberty, Phillips and Woodruff, "Frequent directions: simple and deterministic
+    matrix sketching", 2016, arXiv:1501.01711; Desai, Ghashami and Phillips (2016), arXiv:1501.06561 (trailing squares).
     """
 
     def __init__(
