@@ -33,6 +33,7 @@ def draw_drivers() -> Path:
     """Draw error against time, Panther's drivers as dots and the other ways as squares."""
     problems = _problems()
     figure, axes = panel_grid(len(problems), 1)
+    figure.set_figheight(1.15 * figure.get_figheight())  # The legends need room between panels.
     ticker = require_extra("matplotlib.ticker", "bench")
     for rows, axis in zip(problems, axes[0], strict=True):
         colours = {True: iter(_OURS), False: iter(_OTHERS)}
@@ -48,9 +49,10 @@ def draw_drivers() -> Path:
             )
         axis.set(xscale="log", yscale="log", xlabel="time, ms", ylabel=rows[0]["measure"])
         axis.set_title("\n".join(textwrap.wrap(rows[0]["problem"], 40)), fontsize=9)
-        axis.margins(x=0.2, y=0.45)
+        axis.margins(x=0.15, y=0.15)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=6.5, framealpha=0.7)
+        # Below the panel, because a legend inside it would cover points.
+        axis.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, frameon=False)
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
