@@ -70,6 +70,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "link-scale": ("benchmarks/distributed/link_scale.py", "panther/distributed/data"),
     "linalg-drivers": ("benchmarks/linalg/drivers.py", "panther/linalg"),
     "lstsq": ("benchmarks/linalg/lstsq.py", "panther/linalg"),
+    "monarch": ("benchmarks/layers/monarch.py", "panther/nn/monarch.py"),
     "onnx": ("benchmarks/compress/trial_onnx.py", "panther/integrations/onnx", *_COMPRESSION),
     "optimizer-steps": ("benchmarks/train/optimizer_steps.py", "panther/optim"),
     "optimizers": (

@@ -11,6 +11,7 @@ PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text(encoding="utf-8")
     for path in [
         *(ROOT / "docs/benchmarks").glob("*.rst"),
+        *(ROOT / "docs/concepts").glob("*.rst"),
         *(ROOT / "docs/howto").glob("*.rst"),
         *(ROOT / "docs/gallery").rglob("*.py"),
     ]
