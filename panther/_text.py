@@ -1,6 +1,6 @@
 """Tables and quantities as text, for reports and the command line."""
 
-__all__ = ["counted", "format_bytes", "format_seconds", "format_table"]
+__all__ = ["counted", "format_bytes", "format_seconds", "format_table", "list_names"]
 
 from collections.abc import Sequence
 
@@ -53,6 +53,17 @@ def counted(number: int, noun: str, plural: str = "") -> str:
         ('1 layer', '1,200 layers')
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def list_names(names: Sequence[str], limit: int = 8) -> str:
+    """Return the first names for a message, and the number of further names; "none" without names.
+
+    Example:
+        >>> list_names(["q", "k", "v"], 2)
+        'q, k and 1 more'
+    """
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more or "none"
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther._process_settings import preserved_generators, seed_cpu_generators
+from panther._text import list_names
 from panther._torch import apply_to_tensors, buffers_of, drawing_method, parameters_of, unsaved_buffers_of
 from panther.distributed.checkpoint.state import are_stages, module_name, parts_of, plain
 from panther.distributed.checkpoint.storage import placed
@@ -284,9 +285,8 @@ def _names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, st
         unknown = sorted(stored_names - of_all)
         if absent or unknown:
             kind, listed = ("lacks", absent) if absent else ("holds, beside the model's tensors,", unknown)
-            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
             raise CheckpointError(
-                f"{stored.folder} {kind} {', '.join(listed[:3])}{more}: build the model that was saved there"
+                f"{stored.folder} {kind} {list_names(listed, 3)}: build the model that was saved there"
             )
         for name, alias in names.items():
             if wrong := stored.difference(alias, state[name]):

@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from panther._text import list_names
 from panther.errors import FormatError
 from panther.files.reader import check_inside, check_no_pointer, check_plain_name, open_file, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SOME = 3  # names in a message
 # Weights of other programs beside a config.json, and how they become a folder that transformers reads.
 _FOREIGN = {
     "*.h5": "weights of TensorFlow: load them in transformers 4 by from_pretrained(..., from_tf=True)",
@@ -113,5 +113,4 @@ def _check_numbers(folder: Path, names: Sequence[str]) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     """Return names with a verb."""
-    rest = f" and {len(names) - _SOME} more" if len(names) > _SOME else ""
-    return f"{', '.join(names[:_SOME])}{rest} {'is' if len(names) == 1 else 'are'}"
+    return f"{list_names(names, 3)} {'is' if len(names) == 1 else 'are'}"

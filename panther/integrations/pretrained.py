@@ -4,13 +4,14 @@ __all__ = ["from_pretrained", "read_config", "without_hub_kernels"]
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from panther._text import list_names
 from panther.errors import FormatError, PantherError, check_flag, require_extra
 from panther.files.reader import read_json
 from panther.files.tensors import StoredTensor, stored_tensors
@@ -276,8 +277,8 @@ def _check_filled(
         reason = " that its config.json describes" if names_class else ", built because its config.json names no class"
         raise FormatError(
             f"{folder} does not fit the {type(model).__name__}{reason}: missing "
-            f"{_first_names(missing)}; unexpected {_first_names(unexpected)}; of a different size "
-            f"{_first_names(resized)}. config.json was damaged or changed, or the files are of different saves: copy "
+            f"{list_names(missing, 3)}; unexpected {list_names(unexpected, 3)}; of a different size "
+            f"{list_names(resized, 3)}. config.json was damaged or changed, or the files are of different saves: copy "
             "or write the folder again. For weights that are new on purpose call from_pretrained of transformers"
         )
 
@@ -294,7 +295,7 @@ def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> No
         if differing := sorted((saved_names | manifest["aliases"].keys()) ^ state.keys()):
             raise FormatError(
                 f"the {type(model).__name__} that transformers builds for {folder} has other tensors than the saved "
-                f"one ({_first_names(differing)}): build the architecture, and call pr.load_compressed(folder, model)"
+                f"one ({list_names(differing, 3)}): build the architecture, and call pr.load_compressed(folder, model)"
             )
         for name in sorted(saved_names):
             tensor = state[name]
@@ -303,7 +304,7 @@ def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> No
                 changed.append(name)
     if changed:
         raise FormatError(
-            f"transformers {_version()} changed tensors while it loaded {folder} ({_first_names(changed)}): build the "
+            f"transformers {_version()} changed tensors while it loaded {folder} ({list_names(changed, 3)}): build the "
             "architecture, and call pr.load_compressed(folder, model)"
         )
 
@@ -321,7 +322,3 @@ def _are_equal(part: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _version() -> str:
     return str(require_extra("transformers", "transformers").__version__)
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"

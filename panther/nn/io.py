@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from panther._hints import explain_keywords
 from panther._model_libraries import layers_replaced, model_files
+from panther._text import list_names
 from panther._torch import (
     buffers_of,
     original_of_compiled,
@@ -499,8 +500,8 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any], keep: bool) -> dict
             raise _as_damaged_save(path, error) from None
         if checksums is not None and (differing := sorted(checksums.keys() ^ readers.keys())):
             raise FormatError(
-                f"{path} and {INFERENCE_MANIFEST} in its folder name different tensors ({_some(differing)}): both "
-                "files must be of one save, write it again"
+                f"{path} and {INFERENCE_MANIFEST} in its folder name different tensors ({list_names(differing, 5)}): "
+                "both files must be of one save, write it again"
             )
         for name, reader in readers.items():
             try:
@@ -536,8 +537,9 @@ def _check_unsaved(model: nn.Module, replaced: Mapping[str, Any]) -> None:
     ]
     if lost:
         raise FormatError(
-            f"the model is on the meta device, and no file has the values of its non-persistent buffers {_some(lost)}: "
-            "build it on the CPU, or load a folder of transformers' save_pretrained with from_pretrained"
+            "the model is on the meta device, and no file has the values of its non-persistent buffers "
+            f"{list_names(lost, 5)}: build it on the CPU, or load a folder of transformers' save_pretrained with "
+            "from_pretrained"
         )
 
 
@@ -551,8 +553,8 @@ def _check_fit(state: dict[str, Tensor], expected: dict[str, Tensor], folder: Pa
     ]
     if missing or extra or wrong:
         raise FormatError(
-            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; of a different "
-            f"shape or dtype {_some(wrong)}. Give the architecture that was saved"
+            f"{folder} does not fit the model: missing {list_names(missing, 5)}; unexpected {list_names(extra, 5)}; "
+            f"of a different shape or dtype {list_names(wrong, 5)}. Give the architecture that was saved"
         )
 
 
@@ -575,7 +577,3 @@ def _tie(model: nn.Module, aliases: dict[str, str]) -> None:
         for tensors_of in (parameters_of, buffers_of):
             if key in tensors_of(source) and to_key in tensors_of(to):
                 setattr(to, to_key, tensors_of(source)[key])
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "") or "none"

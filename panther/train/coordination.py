@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from panther._text import list_names
 from panther.distributed import get_distributed_info, get_rank, get_world_size, init, shutdown
 from panther.distributed.comm.agreement import gather_objects
 from panther.distributed.comm.ending import SIGNALS, is_free, signals_counted
 from panther.distributed.comm.process_group import DEFAULT_TIMEOUT_S
 from panther.distributed.comm.ranks import apply_timeout, in_process_group
 from panther.errors import ConfigError
-from panther.train.optimization.trainable import MAX_SAMPLES, list_names
+from panther.train.optimization.trainable import MAX_SAMPLES
 
 _NUM_NUMBERS = 9
 
@@ -143,8 +144,9 @@ class StepExchange:
         parts = []
         for rank, (loss, indices_of_rank) in enumerate(gather_objects((float(self._own_loss), list(indices)), None)):
             if loss - loss != 0.0:
-                samples = list_names([*map(str, indices_of_rank)], MAX_SAMPLES)
-                parts.append(f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if samples else ""))
+                names = list_names([*map(str, indices_of_rank)], MAX_SAMPLES)
+                samples = f", on the samples {names}" if indices_of_rank else ""
+                parts.append(f"the loss is {loss} on rank {rank}{samples}")
         if not parts and not self.weight:
             return "the weights of all its samples are 0, because their labels are ignored or loss_weight says so"
         return "; ".join(parts) or "the norm of the gradient is not finite, although the losses are"

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from panther._text import list_names
 from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects, run_on_first_rank
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
@@ -18,7 +19,6 @@ from panther.files import parse_json
 from panther.files.writer import take_lock
 from panther.train.history import History
 from panther.train.optimization.parameter_groups import RateScheduler
-from panther.train.optimization.trainable import list_names
 
 # Attributes of the Trainer that checkpoints store unchanged.
 SAVED_ATTRIBUTES = ("epoch", "skipped", "_windows_done", "_validated_at")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from panther._logs import logs_shown
 from panther._process_settings import deterministic_algorithms, preserved_generators, seed_generators
+from panther._text import list_names
 from panther._torch import first_infinities
 from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects, run_on_all_ranks
@@ -44,13 +45,7 @@ from panther.train.loading.loader_workers import workers_needed
 from panther.train.optimization.loss_weights import LossWeights
 from panther.train.optimization.optimizer import Optimizer, is_extended_by_default
 from panther.train.optimization.parameter_groups import ParameterGroups, saved_settings_stay
-from panther.train.optimization.trainable import (
-    MAX_SAMPLES,
-    LossParameters,
-    TrainableSet,
-    list_names,
-    nonfinite_parameters,
-)
+from panther.train.optimization.trainable import MAX_SAMPLES, LossParameters, TrainableSet, nonfinite_parameters
 from panther.train.resuming import SAVED_ATTRIBUTES, locked_directory, read_progress, resume_run
 from panther.train.strategy.building import named_parameters, set_up
 from panther.train.trackers import BuiltInCallback, built_in_callbacks

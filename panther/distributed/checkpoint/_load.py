@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._model_libraries import model_files
+from panther._text import list_names
 from panther.distributed.checkpoint import state as states
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint.folders import folder_of, make_temporary, note_damage, remove
@@ -366,10 +367,7 @@ def _check_names(state: dict[str, Any], names: list[set[str]], manifest: dict[st
     missing, extra = sorted(here - saved), sorted(saved - here)
     if missing or extra or wrong:
         raise CheckpointError(
-            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; different "
-            f"shapes or kinds {_some(wrong)}: build the model that was saved, sketched layers by restore_architecture"
+            f"{folder} does not fit the model: missing {list_names(missing, 5)}; unexpected {list_names(extra, 5)}; "
+            f"different shapes or kinds {list_names(wrong, 5)}: build the model that was saved, sketched layers by "
+            "restore_architecture"
         )
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "") or "none"

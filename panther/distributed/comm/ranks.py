@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from panther._text import list_names
 from panther._torch import default_timeout_set, flat_mesh, group_timeout, set_group_timeout, with_inner_axis
 from panther.errors import DistributedError
 
@@ -45,8 +46,7 @@ def require_process_group(group: Group = None) -> None:
 
 def name_ranks(ranks: list[int]) -> str:
     """Return the name of ranks in messages, such as "rank 1" and "ranks 0, 2"; at most 16 ranks are listed."""
-    numbers = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+    return f"rank{'s' * (len(ranks) != 1)} {list_names([*map(str, ranks)], 16)}"
 
 
 def ranks_of(group: Group) -> list[int]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._text import list_names
 from panther._torch import buffers_of, tree_leaves, tree_map_only, unsaved_buffers_of, watch_fsdp_unit
 from panther.distributed.comm.agreement import gather_objects
 from panther.distributed.comm.ranks import ranks_of
@@ -31,7 +32,6 @@ from panther.nn.io import unwrapped
 from panther.train.coordination import sum_over_ranks
 from panther.train.loading.feed import Batch
 from panther.train.optimization.loss_weights import LossWeights
-from panther.train.optimization.trainable import list_names
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float | Tensor], None]

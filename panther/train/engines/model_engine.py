@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._text import list_names
 from panther._torch import unreduced_positions
 from panther.errors import ConfigError
 from panther.train.engines.engine import (
@@ -23,7 +24,6 @@ from panther.train.engines.engine import (
     zero_of_output,
 )
 from panther.train.loading.feed import Batch
-from panther.train.optimization.trainable import list_names
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

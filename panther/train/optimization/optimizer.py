@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from panther._text import list_names
 from panther.distributed import get_rank, get_world_size
 from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
-from panther.train.optimization.trainable import list_names
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 """The argument of a Trainer: an optimizer, a function that makes an optimizer from parameters, or None for AdamW."""

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from panther._process_settings import ignored_warnings, preserved_generators
+from panther._text import list_names
 from panther.distributed import get_rank
 from panther.errors import CheckpointError, ConfigError
 from panther.train.config import TrainConfig
 from panther.train.optimization.optimizer import learning_rate_factor, set_learning_rate
-from panther.train.optimization.trainable import TrainableSet, list_names
+from panther.train.optimization.trainable import TrainableSet
 
 _ROUNDING = 1e-12  # LinearLR(end_factor=0) may end as far below 0
 _OF_ORDER = "Detected call of `lr_scheduler.step"

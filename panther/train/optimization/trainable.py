@@ -1,25 +1,20 @@
 """The parameters that are trained: changes during a run, and parameters of the loss, which no optimizer has."""
 
 __all__ = [
-    "MAX_SAMPLES", "LossParameters", "TrainableSet", "list_names", "nonfinite_parameters",
+    "MAX_SAMPLES", "LossParameters", "TrainableSet", "nonfinite_parameters",
 ]  # fmt: skip
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from panther._text import list_names
 from panther.distributed import get_rank
 from panther.distributed.comm.agreement import gather_objects
 from panther.errors import ConfigError
 
 MAX_SAMPLES = 16  # an error message lists at most this many samples of a rank
-
-
-def list_names(names: Sequence[str], limit: int = 8) -> str:
-    """Return the first names for a message, and the number of further names."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def nonfinite_parameters(by_name: Mapping[str, Any]) -> list[str]:
