@@ -4,10 +4,7 @@ __all__ = ["add_parser", "run"]
 
 import argparse
 import io
-import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +21,7 @@ from panther.cli._user_function import (
 )
 from panther.errors import PantherError, require_extra
 from panther.files import new_file, write_json
+from panther.files.folder import removed_after_an_error
 from panther.integrations.folders.beside import check_beside, copy_beside
 
 if TYPE_CHECKING:
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     for name, targets in _OPTIONS_OF_TARGETS.items():
         if getattr(args, name) is not None and args.to not in targets:
             raise PantherError(f"--{name} is for --to {' and '.join(targets)}, not for --to {args.to}: leave it out")
-    with current_folder_importable(), _empty_after_an_error(out):
+    with current_folder_importable(), removed_after_an_error(out):
         model = model_and_batches(args.model_path)[0] if is_function else _load(folder, args.model)
         _export(args, model.eval(), out)
     for path in sorted(path for path in (out, *out.rglob("*")) if path.is_file()):
@@ -111,23 +109,6 @@ def _new_file(path: str) -> Path:
     if Path(path).exists():
         raise PantherError(f"--out {path} exists, and might hold another model: name a new file, or remove it")
     return Path(path)
-
-
-@contextmanager
-def _empty_after_an_error(out: Path) -> Iterator[None]:
-    """Remove the files of an export that failed: they are incomplete, and the next export needs an empty folder."""
-    existed = out.is_dir()
-    try:
-        yield
-    except BaseException:
-        for path in out.iterdir() if out.is_dir() else ():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        if out.is_dir() and not existed:
-            out.rmdir()
-        raise
 
 
 def _export(args: argparse.Namespace, model: Any, out: Path) -> None:

@@ -9,10 +9,11 @@ So a file such as ``model.safetensors`` has the name that other programs expect,
 match the manifest, except in the microseconds between two renames.
 """
 
-__all__ = ["commit_files", "committed_path", "finish_commit"]
+__all__ = ["commit_files", "committed_path", "finish_commit", "removed_after_an_error"]
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -106,3 +107,22 @@ def _locked(folder: Path) -> Iterator[None]:
     finally:
         release_lock(descriptor)
         os.close(descriptor)
+
+
+@contextmanager
+def removed_after_an_error(folder: Path) -> Iterator[None]:
+    """Remove what was written into a folder if an error follows, because it is incomplete."""
+    present = set(folder.iterdir()) if folder.is_dir() else None
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path in (present or ()):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        if present is None and folder.is_dir():
+            folder.rmdir()
+        raise

@@ -4,7 +4,6 @@ __all__ = ["ADAPTER_FOLDER", "write_adapter", "write_compressed_tensors"]
 
 import copy
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from panther._text import counted
 from panther.compression.readers import Reader, decodes_in_silence, reader_of, why_weight_is_read
 from panther.errors import FormatError, PantherError, require_extra
 from panther.files import read_json, write_json
+from panther.files.folder import removed_after_an_error
 from panther.files.tensors import write_file
 from panther.files.weights import weight_files
 from panther.integrations.compressed_tensors.layout import (
@@ -116,7 +116,7 @@ def write_compressed_tensors(
     plain.config.quantization_config = quantization_config(schemes, dense_layers, plain.base_model_prefix)
     state = _packed_state(model, layers, plain.dtype)
     _check_names(plain, state, checked_reader)
-    with _removed_after_an_error(folder), _without_bars(transformers):
+    with removed_after_an_error(folder), _without_bars(transformers):
         # Names of files of the original model would be converted on loading, which packed codes are not made for.
         plain.save_pretrained(folder, state_dict=state, save_original_format=False)
         del state
@@ -318,25 +318,6 @@ def _without_bars(transformers: Any) -> Iterator[None]:
     finally:
         if shows_bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _removed_after_an_error(folder: Path) -> Iterator[None]:
-    """Remove what was written into a folder if an error follows, because it is incomplete."""
-    present = set(folder.iterdir()) if folder.is_dir() else None
-    try:
-        yield
-    except BaseException:
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path in (present or ()):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        if present is None and folder.is_dir():
-            folder.rmdir()
-        raise
 
 
 @torch.no_grad()
