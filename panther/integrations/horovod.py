@@ -9,24 +9,16 @@ __all__ = ["DistributedOptimizer", "broadcast_model", "metric_average"]
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from panther._version import __version__
-from panther.distributed.comm.agreement import LAYER, differences
+from panther.distributed.comm.agreement import LAYER, difference_error
 from panther.distributed.sync.replicas import describe_tensors
 from panther.distributed.sync.sketches import describe_layer, drawing_modules, sketch_ids, sketched_layers
-from panther.errors import (
-    ConfigError,
-    DistributedError,
-    MissingExtraError,
-    SketchMismatchError,
-    check_version,
-    require_extra,
-)
+from panther.errors import ConfigError, MissingExtraError, check_version, require_extra
 
 try:
     hvd: Any = require_extra("horovod.torch", "horovod")
@@ -167,12 +159,5 @@ def _check_same(model: nn.Module, root_rank: int) -> None:
     local_digest = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
     if len(set(hvd.allgather(local_digest, name="panther.digests").tolist())) == 1:
         return
-    differing = differences(dict(enumerate(hvd.allgather_object(described, name="panther.models"))))
-    sketches = any(name.startswith(LAYER) for name in differing)
-    kind: Callable[[str], Exception] = SketchMismatchError if sketches else DistributedError
-    parts = list(differing.values()) or ["the entries are in a different order"]
-    more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
-    raise kind(
-        f"{'sketches' if sketches else 'models'} differ between ranks: {'; '.join(parts[:5])}{more}: build the same "
-        "model on every rank"
-    )
+    by_rank = dict(enumerate(hvd.allgather_object(described, name="panther.models")))
+    raise difference_error(by_rank, "models", "build the same model on every rank")

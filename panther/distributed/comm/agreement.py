@@ -4,6 +4,7 @@ __all__ = [
     "agree",
     "common_error",
     "describe_settings",
+    "difference_error",
     "differences",
     "gather_objects",
     "run_on_all_ranks",
@@ -75,14 +76,19 @@ def agree(
         raise common_error(failures, len(ranks))
     if calls := differences({rank: {"the call": call} for rank, (call, _, _) in by_rank.items()}):
         raise DistributedError(f"ranks make different calls: {calls['the call']}: make the same call on every rank")
-    differing = differences({rank: description for rank, (_, _, description) in by_rank.items()})
+    raise difference_error({rank: description for rank, (_, _, description) in by_rank.items()}, noun, fix)
+
+
+def difference_error(described: dict[int, dict[str, str]], noun: str, fix: str) -> Exception:
+    """Return the error about ranks whose descriptions differ; SketchMismatchError if sketched layers do."""
+    differing = differences(described)
     sketches = any(name.startswith(LAYER) for name in differing)
     parts = list(differing.values())
     # A model of thousands of layers may differ in all of them.
     more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
     text = "; ".join(parts[:5]) + more or "the entries are in a different order"
     kind = SketchMismatchError if sketches else DistributedError
-    raise kind(f"{'sketches' if sketches else noun} differ between ranks: {text}: {fix}")
+    return kind(f"{'sketches' if sketches else noun} differ between ranks: {text}: {fix}")
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
