@@ -16,8 +16,7 @@ from panther.compression.forms.base import FormSettings
 from panther.compression.weights.linear import MatrixKind
 from panther.nn import LowRankConv2d, QuantizedConv2d, SKConv2d
 from panther.nn.conv.geometry import take_format_
-from panther.nn.conv.padded import only_convolves
-from panther.nn.conv.padding import pad_input
+from panther.nn.conv.padded import only_convolves, pad_input
 from panther.nn.factors import overrides_forward
 from panther.nn.quantized import stored_bytes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from panther.kernels.ops.library import is_autocasting
 from panther.nn.conv.geometry import check_input, is_channels_last
-from panther.nn.conv.padding import CONVOLUTIONS, pad_input
+from panther.nn.conv.padded import CONVOLUTIONS, pad_input
 from panther.nn.sketch_sizes import Padding
 
 _VECTOR = 16  # channels in a vector of oneDNN's blocked layout
