@@ -11,14 +11,16 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 from panther._hints import advice_for, near_name
 from panther._logs import logs_shown
 from panther._version import __version__
-from panther.cli._signals import TerminatedError, termination_raised
 from panther.errors import PantherError
 
 _COMMANDS = {
@@ -50,6 +52,10 @@ exit status:
 """
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM ends the process. No ``except Exception`` catches this error."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``panther`` command, on the command line's arguments if ``argv`` is None, and return its exit status.
 
@@ -57,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        with logs_shown("panther: %(message)s", always=True), termination_raised(args.command in _ENDED_BY_SIGTERM):
+        with logs_shown("panther: %(message)s", always=True), _termination_raised(args.command in _ENDED_BY_SIGTERM):
             status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -74,9 +80,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("panther: interrupted", file=sys.stderr)
         return 130
-    except TerminatedError:
+    except _TerminatedError:
         print(f"panther: SIGTERM ended {args.command} before its result was written", file=sys.stderr)
         return 128 + signal.SIGTERM
+
+
+@contextmanager
+def _termination_raised(is_wanted: bool) -> Iterator[None]:
+    """Let SIGTERM raise _TerminatedError within the block, as Ctrl-C raises, so that incomplete files are removed."""
+    # Python sets handlers of signals in the main thread only.
+    if not is_wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise _TerminatedError
+
+    previous_handler = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
