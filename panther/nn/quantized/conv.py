@@ -29,8 +29,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     .. math:: W = Q + L\,\mathrm{diag}(c)\,R, \qquad Q_{ij} = s_{ig}\,(q_{ij} - z_{ig}), \quad
         g = \lfloor j / \mathtt{group\_size} \rfloor
 
-    so each output channel has its scales, in grouped and depthwise convolutions too. Training, casts and files are also
-    as in :class:`QuantizedLinear`.
+    so each output channel has its scales, in grouped and depthwise convolutions too. Tensors, training, casts and files
+    are also those of :class:`QuantizedLinear`.
 
     A new layer has random weights with nn.Conv2d's variance; :meth:`from_conv` rounds a dense layer.
 
@@ -39,17 +39,6 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
 
     Shape:
         Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
-
-    Attributes:
-        codes: uint8 (out, bytes of a row), see ``pack_codes``; None without Q.
-        zeros: uint8 (out, groups of columns); None without Q.
-        scales: bfloat16 (out, groups of columns); None without Q.
-        left: int8 (out, r); None without correction, as are the next two.
-        right: int8 (r, in / groups * kernel).
-        factor_scales: bfloat16 (r,).
-        scale_logs: None, or after :meth:`train_scales_` a Parameter (out, groups of columns), float32.
-        factor_scale_logs: None, or after :meth:`train_scales_` a Parameter (r,), float32.
-        bias: A Parameter (out,) in ``dtype``, or None.
 
     Raises:
         ValueError: If ``padding`` or ``padding_mode`` is unknown, or ``bits`` is None and ``low_rank`` 0.

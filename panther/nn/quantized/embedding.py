@@ -103,12 +103,6 @@ class QuantizedEmbedding(QuantizedTable):
     Shape:
         Input ``(*)`` of int32 or int64, output ``(*, embedding_dim)``.
 
-    Attributes:
-        codes: uint8 (num_embeddings, bytes of a row), see ``pack_codes``.
-        zeros: uint8 (num_embeddings, groups).
-        scales: bfloat16 (num_embeddings, groups).
-        scale_logs: None, or after :meth:`train_scales_` a Parameter (num_embeddings, groups), float32.
-
     Raises:
         ShapeError: If a size or ``padding_idx`` is out of range.
 

@@ -26,7 +26,8 @@ class QuantizedExperts(QuantizedMatrix):
     .. math:: W_{eij} = s_{eig}\,(q_{eij} - z_{eig}), \qquad g = \lfloor j / \mathtt{group\_size} \rfloor
 
     with codes q of 2 to 8 bits, and a scale s and a zero point z for each group of neighbouring columns of an expert's
-    row. Tensors, casts, files and the training of scales are those of :class:`QuantizedLinear`.
+    row. Tensors, whose rows are those of all experts, casts, files and the training of scales are those of
+    :class:`QuantizedLinear`.
 
     A module of experts of transformers reads this layer as it reads the parameter. ``layer[e]`` and ``layer[ids]``
     expand the experts that are named, each once, as the implementations "eager" and "batched_mm" need. A grouped
@@ -43,12 +44,6 @@ class QuantizedExperts(QuantizedMatrix):
         transposed: Whether the layer stands for a parameter (E, in, out). Codes are the same in both cases.
         bits: Width of a code, 2 to 8.
         dtype: Floating dtype of the expanded weight; None is torch's default.
-
-    Attributes:
-        codes: uint8 (E out, bytes of a row), see ``pack_codes``.
-        zeros: uint8 (E out, groups).
-        scales: bfloat16 (E out, groups).
-        scale_logs: None, or after :meth:`train_scales_` a Parameter (E out, groups), float32.
 
     Cost: each expert that is hit is expanded once in each forward.
 
