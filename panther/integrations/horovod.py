@@ -77,12 +77,7 @@ def broadcast_model(model: nn.Module, root_rank: int = 0) -> None:
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    *,
-    compression: str = "none",
-    root_rank: int = 0,
-    **options: Any,
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, compression: str = "none", root_rank: int = 0, **options: Any
 ) -> Any:
     """Return Horovod's optimizer, which averages gradients, after sending one model and optimizer state to all ranks.
 

@@ -12,14 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from panther.errors import (
-    MissingExtraError,
-    SketchMismatchError,
-    check_flag,
-    check_size,
-    check_version,
-    require_extra,
-)
+from panther.errors import MissingExtraError, SketchMismatchError, check_flag, check_size, check_version, require_extra
 from panther.nn.protocol import CompressedModule, allowed_layers
 from panther.nn.sketch_record import make_record, read_record, recorded_sketch
 from panther.nn.sketch_sizes import default_low_rank, terms_and_rank, warn_unless_smaller

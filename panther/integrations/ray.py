@@ -147,11 +147,7 @@ class RayTrainer:
                 self._check_room()
             trainer = ray_torch.TorchTrainer(
                 _train,
-                train_loop_config={
-                    "arguments": self._arguments,
-                    "config": self.config,
-                    "data": (train, validation),
-                },
+                train_loop_config={"arguments": self._arguments, "config": self.config, "data": (train, validation)},
                 torch_config=ray_torch.TorchConfig(timeout_s=math.ceil(self.config.timeout_s or DEFAULT_TIMEOUT_S)),
                 scaling_config=self.scaling_config,
                 run_config=self.run_config,

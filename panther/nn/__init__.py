@@ -19,13 +19,7 @@ from .interpolative import InterpolativeLinear
 from .linear import SKLinear
 from .low_rank import LowRankConv2d, LowRankLinear
 from .monarch import MonarchLinear
-from .quantized import (
-    QuantizedConv2d,
-    QuantizedEmbedding,
-    QuantizedEmbeddingBag,
-    QuantizedExperts,
-    QuantizedLinear,
-)
+from .quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear
 
 __all__ = [
     "AttentionState",

@@ -15,18 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted
-from panther._torch import (
-    buffers_of,
-    parameters_of,
-    unsaved_buffers_of,
-)
-from panther.errors import (
-    ShapeError,
-    SketchMismatchError,
-    check_device,
-    check_flag,
-    check_floating,
-)
+from panther._torch import buffers_of, parameters_of, unsaved_buffers_of
+from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.nn.protocol import CompressedModule
 from panther.nn.sketch_record import (
     RECORD_MARK,

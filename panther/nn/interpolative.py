@@ -12,14 +12,7 @@ from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
 from panther._torch import buffers_of, parameters_of
-from panther.errors import (
-    ShapeError,
-    SketchMismatchError,
-    check_device,
-    check_flag,
-    check_floating,
-    check_size,
-)
+from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating, check_size
 from panther.linalg import interpolative
 from panther.nn.factors import check_dense, check_shapes, fittable, leading_factors
 from panther.nn.pairs import LinearPair

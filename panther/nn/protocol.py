@@ -318,12 +318,7 @@ class CompressedModule(nn.Module):
 
     @classmethod
     def from_record(
-        cls,
-        record: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        seed: int | None = None,
+        cls, record: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device | str, seed: int | None = None
     ) -> Self:
         """Return a new layer of a checked record's arguments, with random values; None for ``seed`` draws one."""
         make: Any = cls

@@ -14,12 +14,7 @@ from panther._hints import advice_for, explain_keywords
 from panther._torch import default_store
 from panther.errors import CheckpointError, DistributedError, DTypeError, ShapeError
 from panther.optim.adamw_step import CheckedGroups, step_adamw
-from panther.optim.matrix_updates import (
-    MatrixUpdate,
-    batch_limit,
-    batches_of,
-    orthogonalize_batch,
-)
+from panther.optim.matrix_updates import MatrixUpdate, batch_limit, batches_of, orthogonalize_batch
 from panther.optim.parameter_groups import split_groups
 
 _log = logging.getLogger(__name__)

@@ -222,11 +222,7 @@ class _Task:
         if self._heal is not None:
             space += f"; heal {dict(self._heal)}"
         survey = select_targets(
-            model,
-            include,
-            config.exclude,
-            smallest=forms.smallest_bytes,
-            has_codes=forms.has_codes,
+            model, include, config.exclude, smallest=forms.smallest_bytes, has_codes=forms.has_codes
         )
         tensors = [(name, value) for name, value in plain_state(model).items() if isinstance(value, Tensor)]
         description = {

@@ -13,15 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from panther._process_settings import ignored_warnings
 from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, untracked_shard
-from panther.distributed.advisor.fake_run import (
-    Policy,
-    Run,
-    fake_inputs,
-    fake_mesh,
-    make_fake_,
-    meta_copy,
-    run,
-)
+from panther.distributed.advisor.fake_run import Policy, Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
 from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, TensorStats
 from panther.distributed.data.strategies import compute_dtype, fsdp_blocks
 from panther.distributed.tensor.activation_checkpoint import inner_product_policy, require_blocks

@@ -22,12 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from panther.distributed.comm.ranks import (
-    in_process_group,
-    new_mesh,
-    require_process_group,
-    transport,
-)
+from panther.distributed.comm.ranks import in_process_group, new_mesh, require_process_group, transport
 from panther.errors import DistributedError, ShapeError, check_size
 
 AXES = ("replicate", "dp", "pp", "tp")

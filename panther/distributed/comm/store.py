@@ -7,15 +7,7 @@ process group uses a second file. The last rank that has these files open remove
 The route from a machine to the host of the store also determines on which interface the machine reaches other ranks.
 """
 
-__all__ = [
-    "Meeting",
-    "Route",
-    "address_of",
-    "find_route",
-    "interface_of",
-    "listens",
-    "open_store",
-]
+__all__ = ["Meeting", "Route", "address_of", "find_route", "interface_of", "listens", "open_store"]
 
 import getpass
 import ipaddress

@@ -13,12 +13,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import (
-    config_from_args,
-    determine_local_world_size,
-    get_args_parser,
-    parse_min_max_nnodes,
-)
+from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from panther._text import counted
 from panther._torch import is_this_host, usable_cores

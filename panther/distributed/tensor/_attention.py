@@ -18,13 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 from panther._torch import buffers_of, parameters_of
 from panther.distributed.comm.collectives import all_reduce, sum_in_backward
 from panther.distributed.comm.mesh import chunk_ranges
-from panther.distributed.tensor._module import (
-    ShardedModule,
-    become_,
-    distribute,
-    local_parameters,
-    shard_parameter_,
-)
+from panther.distributed.tensor._module import ShardedModule, become_, distribute, local_parameters, shard_parameter_
 from panther.errors import ShapeError, check_size
 from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.decoding.states import AttentionState

@@ -66,9 +66,7 @@ class TensorParallelReport:
 
 
 def tensor_parallel(
-    model: nn.Module | Callable[[], nn.Module],
-    mesh: DeviceMesh,
-    plan: str | Mapping[str, ParallelStyle] = "auto",
+    model: nn.Module | Callable[[], nn.Module], mesh: DeviceMesh, plan: str | Mapping[str, ParallelStyle] = "auto"
 ) -> TensorParallelReport:
     """Shard a model's layers over the ranks of a mesh axis, in place. Every rank must call it.
 

@@ -105,12 +105,7 @@ class ColwiseSKParallel(PantherStyle):
     }
     _features, _sequence = "output_layouts", "input_layouts"
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-    ) -> None:
+    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None) -> None:
         super().__init__()
         layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
         _check_layout(self._features, layouts[self._features], features=True)

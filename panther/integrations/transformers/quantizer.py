@@ -32,12 +32,7 @@ from panther.nn.quantized.stacked import put_layer, stacked_layers
 from panther.nn.quantized.state import inference_state
 from panther.nn.quantized.ties import declare_ties_
 from panther.nn.sketch_record import without_marks
-from panther.nn.specs import (
-    CONFIG_VERSION,
-    QUANTIZATION_METHOD,
-    build_modules,
-    module_specs,
-)
+from panther.nn.specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs
 
 transformers: Any = require_extra("transformers", "transformers")
 _quantizers: Any = require_extra("transformers.quantizers", "transformers")

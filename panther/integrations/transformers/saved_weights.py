@@ -1,13 +1,6 @@
 """The weights files from which transformers loads a compressed model, compared with the layers that they are for."""
 
-__all__ = [
-    "SavedWeights",
-    "check_loaded",
-    "leave_out_zeros_",
-    "read_saved_weights",
-    "set_zeros_",
-    "share_tied_",
-]
+__all__ = ["SavedWeights", "check_loaded", "leave_out_zeros_", "read_saved_weights", "set_zeros_", "share_tied_"]
 
 import re
 from collections import Counter

@@ -237,12 +237,7 @@ class RandMultiHeadAttention(FeatureMap):
 
     @torch.no_grad()
     def approximation_error(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        is_causal: bool | None = None,
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, is_causal: bool | None = None
     ) -> ApproximationError:
         """Measure how far this layer is from softmax attention with its weights, on the first 256 positions given.
 

@@ -1,14 +1,6 @@
 """Compression of gradients before they are sent: communication hooks by name."""
 
-__all__ = [
-    "DEFAULTS",
-    "HOOKS",
-    "check_hook",
-    "hook_state",
-    "load_hook_state",
-    "register_hook",
-    "register_replica_hook",
-]
+__all__ = ["DEFAULTS", "HOOKS", "check_hook", "hook_state", "load_hook_state", "register_hook", "register_replica_hook"]
 
 from functools import partial
 from typing import Any
@@ -28,11 +20,7 @@ from panther.distributed.data.comm_hooks.sketch import Sketch
 from panther.errors import check_size
 
 HOOKS = ("fp16", "bf16", "powersgd", "sketch")
-DEFAULTS: dict[str, Any] = {
-    "powersgd_rank": 4,
-    "powersgd_start_step": 10,
-    "sketch_fraction": 0.1,
-}
+DEFAULTS: dict[str, Any] = {"powersgd_rank": 4, "powersgd_start_step": 10, "sketch_fraction": 0.1}
 """The settings of hooks, which begin with the names of their hooks, and the value that None stands for."""
 
 _states: WeakKeyDictionary[nn.Module, PowerSGD | Sketch] = WeakKeyDictionary()

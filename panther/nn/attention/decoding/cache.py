@@ -62,13 +62,7 @@ class RunningStateLayer:
         return key_states, value_states
 
     def attend(
-        self,
-        attention: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        scale: float | None,
+        self, attention: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """Return the outputs of the tokens of the last :meth:`update`, and update the state."""
         self._is_pending = False
