@@ -68,40 +68,12 @@ _FUNCTIONS_AND_CLASSES = {
 }
 
 __all__ = [
-    "CompressionReport",
-    "HealConfig",
-    "LinearizationReport",
-    "PackReport",
-    "SketchConfig",
-    "TuneResult",
-    "__version__",
-    "choose_parallelism_strategy",
-    "compat",
-    "compress",
-    "compress_folder",
-    "compression",
-    "distributed",
-    "errors",
-    "from_pretrained",
-    "fuse_",
-    "inspect",
-    "kernels",
-    "linalg",
-    "linearize_",
-    "load_compressed",
-    "nn",
-    "optim",
-    "pack_",
-    "plan_parallelism",
-    "save_compressed",
-    "sketch",
-    "sketch_layers_",
-    "to_linears_",
-    "train",
-    "tune",
-    "tuning",
+    "CompressionReport", "HealConfig", "LinearizationReport", "PackReport", "SketchConfig", "TuneResult", "__version__",
+    "choose_parallelism_strategy", "compat", "compress", "compress_folder", "compression", "distributed", "errors",
+    "from_pretrained", "fuse_", "inspect", "kernels", "linalg", "linearize_", "load_compressed", "nn", "optim", "pack_",
+    "plan_parallelism", "save_compressed", "sketch", "sketch_layers_", "to_linears_", "train", "tune", "tuning",
     "unpack_",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

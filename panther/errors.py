@@ -5,28 +5,11 @@ exception a torch user would expect, so ``except ValueError`` and the like keep 
 """
 
 __all__ = [
-    "CheckpointError",
-    "CompressionError",
-    "ConfigError",
-    "DTypeError",
-    "DistributedError",
-    "FormatError",
-    "MissingExtraError",
-    "NumericalWarning",
-    "PantherError",
-    "PerformanceWarning",
-    "ShapeError",
-    "SketchMismatchError",
-    "TrainingError",
-    "TuningError",
-    "check_device",
-    "check_flag",
-    "check_floating",
-    "check_size",
-    "check_version",
-    "install_command",
-    "require_extra",
-]
+    "CheckpointError", "CompressionError", "ConfigError", "DTypeError", "DistributedError", "FormatError",
+    "MissingExtraError", "NumericalWarning", "PantherError", "PerformanceWarning", "ShapeError", "SketchMismatchError",
+    "TrainingError", "TuningError", "check_device", "check_flag", "check_floating", "check_size", "check_version",
+    "install_command", "require_extra",
+]  # fmt: skip
 
 import re
 from importlib import import_module

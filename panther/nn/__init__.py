@@ -22,28 +22,11 @@ from .monarch import MonarchLinear
 from .quantized import QuantizedConv2d, QuantizedEmbedding, QuantizedEmbeddingBag, QuantizedExperts, QuantizedLinear
 
 __all__ = [
-    "AttentionState",
-    "InterpolativeLinear",
-    "LearnedLinearAttention",
-    "LowRankConv2d",
-    "LowRankLinear",
-    "MonarchLinear",
-    "QuantizedConv2d",
-    "QuantizedEmbedding",
-    "QuantizedEmbeddingBag",
-    "QuantizedExperts",
-    "QuantizedLinear",
-    "RandMultiHeadAttention",
-    "SKConv1d",
-    "SKConv2d",
-    "SKConv3d",
-    "SKLinear",
-    "WindowedAttentionState",
-    "functional",
-    "fuse_",
-    "make_performer",
-    "sinSRPE",
-]
+    "AttentionState", "InterpolativeLinear", "LearnedLinearAttention", "LowRankConv2d", "LowRankLinear",
+    "MonarchLinear", "QuantizedConv2d", "QuantizedEmbedding", "QuantizedEmbeddingBag", "QuantizedExperts",
+    "QuantizedLinear", "RandMultiHeadAttention", "SKConv1d", "SKConv2d", "SKConv3d", "SKLinear",
+    "WindowedAttentionState", "functional", "fuse_", "make_performer", "sinSRPE",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,9 @@
 """The record of every compressed module that a file carries, and the modules built from it again."""
 
 __all__ = [
-    "CONFIG_VERSION",
-    "QUANTIZATION_METHOD",
-    "SYMMETRIC",
-    "TRAINED_SCALES",
-    "as_low_rank_layers",
-    "build_modules",
-    "config_entry",
-    "is_symmetric_record",
-    "load_modules",
-    "module_names_of",
-    "module_specs",
-]
+    "CONFIG_VERSION", "QUANTIZATION_METHOD", "SYMMETRIC", "TRAINED_SCALES", "as_low_rank_layers", "build_modules",
+    "config_entry", "is_symmetric_record", "load_modules", "module_names_of", "module_specs",
+]  # fmt: skip
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any

@@ -23,28 +23,11 @@ from .streams import STREAM_VERSION, signs
 from .trig import SRHT
 
 __all__ = [
-    "SRHT",
-    "STREAM_VERSION",
-    "Axis",
-    "DistributionFamily",
-    "GaussianSketch",
-    "SignSketch",
-    "SketchingOperator",
-    "SparseSketch",
-    "TransposedSketch",
-    "UniformSketch",
-    "check_seed",
-    "count_skop",
-    "dense_sketch_operator",
-    "draw_seed",
-    "gaussian_skop",
-    "scaled_sign_sketch",
-    "signs",
-    "sjlt_skop",
-    "sketch_tensor",
-    "sparse_sketch_operator",
+    "SRHT", "STREAM_VERSION", "Axis", "DistributionFamily", "GaussianSketch", "SignSketch", "SketchingOperator",
+    "SparseSketch", "TransposedSketch", "UniformSketch", "check_seed", "count_skop", "dense_sketch_operator",
+    "draw_seed", "gaussian_skop", "scaled_sign_sketch", "signs", "sjlt_skop", "sketch_tensor", "sparse_sketch_operator",
     "srht",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

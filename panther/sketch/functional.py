@@ -6,16 +6,9 @@ form names; its errors are the form's errors.
 """
 
 __all__ = [
-    "DistributionFamily",
-    "count_skop",
-    "dense_sketch_operator",
-    "gaussian_skop",
-    "scaled_sign_sketch",
-    "sjlt_skop",
-    "sketch_tensor",
-    "sparse_sketch_operator",
-    "srht",
-]
+    "DistributionFamily", "count_skop", "dense_sketch_operator", "gaussian_skop", "scaled_sign_sketch", "sjlt_skop",
+    "sketch_tensor", "sparse_sketch_operator", "srht",
+]  # fmt: skip
 
 import math
 from enum import StrEnum

@@ -1,15 +1,9 @@
 """Compare the arguments of all ranks, before calls that would give wrong results silently if they differ."""
 
 __all__ = [
-    "agree",
-    "common_error",
-    "describe_settings",
-    "difference_error",
-    "differences",
-    "gather_objects",
-    "run_on_all_ranks",
-    "run_on_first_rank",
-]
+    "agree", "common_error", "describe_settings", "difference_error", "differences", "gather_objects",
+    "run_on_all_ranks", "run_on_first_rank",
+]  # fmt: skip
 
 import hashlib
 import json

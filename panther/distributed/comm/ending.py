@@ -11,21 +11,10 @@ wrap the main function of a script, and most scripts have none.
 """
 
 __all__ = [
-    "DEFAULT_GRACE_PERIOD_S",
-    "GRACE_PERIOD_VARIABLE",
-    "SIGNALS",
-    "STACKS_SIGNAL",
-    "catches",
-    "check_parent",
-    "grace_period",
-    "is_free",
-    "record_failure",
-    "record_uncaught_exceptions",
-    "show_stacks_on_request",
-    "signals_counted",
-    "start_limited",
-    "watch_parent",
-]
+    "DEFAULT_GRACE_PERIOD_S", "GRACE_PERIOD_VARIABLE", "SIGNALS", "STACKS_SIGNAL", "catches", "check_parent",
+    "grace_period", "is_free", "record_failure", "record_uncaught_exceptions", "show_stacks_on_request",
+    "signals_counted", "start_limited", "watch_parent",
+]  # fmt: skip
 
 import faulthandler
 import multiprocessing

@@ -1,15 +1,9 @@
 """Device meshes with named axes, chunks of a dimension along one, and the rank, node and device of this process."""
 
 __all__ = [
-    "DistributedInfo",
-    "chunk_ranges",
-    "chunk_sizes",
-    "get_distributed_info",
-    "get_rank",
-    "get_world_size",
-    "make_mesh",
+    "DistributedInfo", "chunk_ranges", "chunk_sizes", "get_distributed_info", "get_rank", "get_world_size", "make_mesh",
     "physical_memory",
-]
+]  # fmt: skip
 
 import itertools
 import math

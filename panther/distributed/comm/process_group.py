@@ -4,15 +4,9 @@
 """
 
 __all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "check_backend",
-    "check_timeout",
-    "cleanup_distributed",
-    "init",
-    "setup_distributed",
-    "shutdown",
-    "start_group",
-]
+    "DEFAULT_TIMEOUT_S", "check_backend", "check_timeout", "cleanup_distributed", "init", "setup_distributed",
+    "shutdown", "start_group",
+]  # fmt: skip
 
 import os
 import re

@@ -1,12 +1,9 @@
 """The guide's perceptrons of sketched layers: on one device, in stages on several devices, and sharded over ranks."""
 
 __all__ = [
-    "DistributedSketchedModel",
-    "PipelineParallelSketchedModel",
-    "TensorParallelModel",
-    "TensorParallelSKLinear",
+    "DistributedSketchedModel", "PipelineParallelSketchedModel", "TensorParallelModel", "TensorParallelSKLinear",
     "check_configs",
-]
+]  # fmt: skip
 
 import math
 import warnings

@@ -1,15 +1,9 @@
 """Keep the sketches of all ranks equal by sending one seed per layer."""
 
 __all__ = [
-    "describe_layer",
-    "describe_source",
-    "drawing_modules",
-    "send_sketches",
-    "sketch_ids",
-    "sketched_layers",
-    "sync_sketches",
-    "verify_sketches",
-]
+    "describe_layer", "describe_source", "drawing_modules", "send_sketches", "sketch_ids", "sketched_layers",
+    "sync_sketches", "verify_sketches",
+]  # fmt: skip
 
 import torch
 import torch.distributed as dist

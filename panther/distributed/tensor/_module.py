@@ -5,19 +5,9 @@ valid. The functions of this module send nothing; their callers have made the mo
 """
 
 __all__ = [
-    "FullWeightOnDemand",
-    "ShardedModule",
-    "ShardedSketchedModule",
-    "become_",
-    "distribute",
-    "flattened",
-    "local_parameters",
-    "local_tensor",
-    "no_view",
-    "replicate_",
-    "shard_parameter_",
-    "unflattened",
-]
+    "FullWeightOnDemand", "ShardedModule", "ShardedSketchedModule", "become_", "distribute", "flattened",
+    "local_parameters", "local_tensor", "no_view", "replicate_", "shard_parameter_", "unflattened",
+]  # fmt: skip
 
 import copyreg
 import functools
