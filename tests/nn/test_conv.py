@@ -201,6 +201,17 @@ def test_channels_last_is_kept(shape, mode):
     assert layer.S.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_channels_last_is_kept_in_three_dimensions(shape):
+    layer = SKConv3d(32, 48, 3, padding=1, **shape)
+    x = torch.randn(2, 32, 4, 5, 6)
+    last = x.to(memory_format=torch.channels_last_3d)
+    out, dense = layer(last), layer.to_conv()
+    assert out.stride() == dense(last).stride()
+    assert layer(x).is_contiguous()
+    assert_close(out, dense.double()(x.double()), torch.float32)
+
+
 def test_to_conv_keeps_the_kernels_format():
     layer = layer_of(SHAPES[0]).to(memory_format=torch.channels_last)
     assert layer.to_conv().weight.is_contiguous(memory_format=torch.channels_last)

@@ -635,6 +635,11 @@ def test_a_refused_folder_leaves_the_wrappers(tmp_path):
     assert wrapper._orig_mod is layer
 
 
+def test_both_files_can_be_read_by_whom_the_umask_allows(folder):
+    modes = {file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert len(modes) == 1
+
+
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     mixed = pr.nn.SKLinear(64, 48, 2)
     mixed.bias.data = mixed.bias.data.double()

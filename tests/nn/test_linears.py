@@ -10,9 +10,11 @@ from torch import nn
 
 import panther as pr
 from panther.nn import (
+    LowRankConv2d,
     QuantizedConv2d,
     QuantizedLinear,
     SKConv2d,
+    SKConv3d,
     SKLinear,
 )
 from panther.nn.linears import LinearPair
@@ -26,23 +28,59 @@ pytestmark = [
 ]
 
 
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+# Cases that the table of all layers does not have: no bias, no rows, factors in groups, and factors in channels_last.
+MORE = {
+    "size one": (lambda dtype: SKLinear(1, 1, 1, bias=False, dtype=dtype), (0, 1)),
+    "int8 low rank": (lambda dtype: QuantizedLinear(65, 33, None, low_rank=3, bias=False, dtype=dtype), (65,)),
+    "low-rank convolution": (
+        lambda dtype: LowRankConv2d.from_conv(
+            nn.Conv2d(8, 16, 3, dtype=dtype).to(memory_format=torch.channels_last), 6
+        ),
+        (2, 8, 9, 9),
+    ),
+    "convolution in int8 low rank": (
+        lambda dtype: QuantizedConv2d(6, 10, 3, 2, bits=None, low_rank=3, bias=False, dtype=dtype),
+        (2, 6, 9, 9),
+    ),
+    "convolution of groups in int8 low rank": (
+        lambda dtype: QuantizedConv2d(6, 10, 3, 2, groups=2, bits=None, low_rank=3, dtype=dtype),
+        (2, 6, 9, 9),
+    ),
+    "three dimensions": (lambda dtype: SKConv3d(4, 6, 2, low_rank=2, dilation=2, dtype=dtype), (1, 4, 5, 6, 7)),
+}
+
+
 @every_layer("dense")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@every_dtype
 def test_output_is_the_same_up_to_rounding(kind, dtype):
     for batch in kind.batches:
-        model, x = nn.Sequential(kind.layer(dtype=dtype)), kind.x(*batch, dtype=dtype)
-        expected = model(x)
-        report = pr.to_linears_(model)
-        plain = list(model[0].modules())
-        assert all(isinstance(module, (*PLAIN, nn.Sequential)) for module in plain)
-        assert not list(model.buffers())
-        output = model(x)
-        assert output.dtype is dtype
-        assert output.shape == expected.shape
-        assert (output - expected).double().norm() <= 8 * torch.finfo(dtype).eps * expected.double().norm()
-        assert len(report.replaced) == 1
-        assert not report.skipped
+        report = assert_same(kind.layer(dtype=dtype), kind.x(*batch, dtype=dtype))
         assert kind.name != "int4" or "Linear(64, 48)" in str(report)
+
+
+@pytest.mark.parametrize("name", MORE)
+@every_dtype
+def test_output_of_rarer_layers_is_the_same_up_to_rounding(name, dtype):
+    torch.manual_seed(0)
+    make, shape = MORE[name]
+    assert_same(make(dtype), torch.randn(shape, dtype=dtype))
+
+
+def assert_same(layer, x):
+    model = nn.Sequential(layer)
+    expected = model(x)
+    report = pr.to_linears_(model)
+    plain = list(model[0].modules())
+    assert all(isinstance(module, (*PLAIN, nn.Sequential)) for module in plain)
+    assert not list(model.buffers())
+    output = model(x)
+    assert output.dtype is x.dtype
+    assert output.shape == expected.shape
+    assert (output - expected).double().norm() <= 8 * torch.finfo(x.dtype).eps * expected.double().norm()
+    assert len(report.replaced) == 1
+    assert not report.skipped
+    return report
 
 
 def test_signs_of_half_precision_stay_exact():
