@@ -371,8 +371,11 @@ def test_tokenizers_that_are_refused(tmp_path):
     )
     large = byte_level()
     large.add_tokens(["one", "two", "three", "four"])
+    without_merges = byte_level()
+    without_merges.backend_tokenizer.model = tokenizers.models.BPE({"a": 0}, [])
     refused = {
         "is of type WordLevel, and only BPE": transformers.PreTrainedTokenizerFast(tokenizer_object=words),
+        "is of type BPE, and only BPE with merges": without_merges,
         "which is none of the rules llama-bpe, qwen2, smollm, gpt-2": chinese,
         f"has {len(large)} tokens, and the model {WORDS} embeddings": large,
     }

@@ -35,8 +35,8 @@ def write_vocabulary(writer: Any, tokenizer: Any, vocab_size: int, token_types: 
     if backend is None:
         raise PantherError(f"{type(tokenizer).__name__} is not a fast tokenizer: save the tokenizer as tokenizer.json")
     model = json.loads(backend.to_str())["model"]
-    if model["type"] != "BPE":
-        raise PantherError(f"the tokenizer is of type {model['type']}, and only BPE can be written in GGUF")
+    if model["type"] != "BPE" or not model["merges"]:  # llama.cpp does not load a file without merges.
+        raise PantherError(f"the tokenizer is of type {model['type']}, and only BPE with merges can be written in GGUF")
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     tokens = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(tokens) >= vocab_size:
