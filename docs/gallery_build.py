@@ -83,6 +83,7 @@ ORDER = {
     ],
     "compress": [
         "serve_an_encoder.py",
+        "faster_decoder.py",
         "encoder.py",
         "quantize.py",
         "vision.py",

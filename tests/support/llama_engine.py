@@ -40,17 +40,20 @@ class LlamaCpp:
         prompt: str | Sequence[int],
         count: int,
         words: int = 0,
+        *,
+        ignore_end: bool = True,
     ) -> tuple[list[int], Tensor]:  # (count, words)
         """Return the tokens of greedy decoding, and the logarithms of the probabilities before each of them.
 
         Args:
             prompt: A text or the numbers of its tokens.
             count: Tokens to decode.
-            words: Tokens of the vocabulary; 0 does not compute probabilities.
+            words: Tokens of the vocabulary; 0 returns no probabilities.
+            ignore_end: Whether to continue where the text would end.
         """
         request = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt), "n_predict": count, "temperature": 0,
-            "n_probs": max(words, 1), "cache_prompt": False, "ignore_eos": True,
+            "n_probs": max(words, 1), "cache_prompt": False, "ignore_eos": ignore_end,
         }  # fmt: skip
         answer = self._server.handle_completions(request)
         places = answer["choices"][0]["logprobs"]["content"]
