@@ -14,9 +14,9 @@ from benchmarks.harness import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "folder.inc"
 COLUMNS = {
-    "model": "Weights", "method": "", "bits": "Bits", "forms": "Forms", "tokens": "Tokens", "cpu_s": "CPU s",
-    "forward": "Forward", "moments": "Moments", "fits": "Fits", "choice": "Choice", "peak_mb": "Peak MB",
-    "stated_mb": "Stated MB", "disk_gb": "Disk GB",
+    "model": "Weights", "method": "", "cpu_s": "CPU s", "peak_mb": "Peak MB", "stated_mb": "Stated MB",
+    "disk_gb": "Disk GB", "forward": "Forward", "moments": "Moments", "fits": "Fits", "choice": "Choice",
+    "bits": "Bits", "forms": "Forms", "tokens": "Tokens",
 }  # fmt: skip
 TEXTS = ("model", "method", "forms", "tokens")
 
