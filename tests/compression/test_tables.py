@@ -118,7 +118,7 @@ def test_embeddings_are_chosen_by_name_and_type():
     # Without a form for tables they are what they were before there was one.
     model, _, report = compressed(Language(), budget=0.6, forms="low_rank")
     reasons = {entry.name: entry.reason for entry in report.skipped}
-    assert reasons["words"] == "not a Linear, Conv2d or Conv1D layer: kept as it is"
+    assert reasons["words"] == "takes codes alone, and forms has no width: kept as it is"
     assert reasons["head"] == "shares its weight with 'words' (Embedding)"
 
 

@@ -272,7 +272,7 @@ class TableKind(LinearKind):
 
     classes = _TABLES
     takes_every_form = False
-    without_codes = "not a Linear, Conv2d or Conv1D layer: kept as it is"
+    without_codes = "takes codes alone, and forms has no width: kept as it is"
     has_metric = False
 
     def holds(self, module: nn.Module) -> bool:
