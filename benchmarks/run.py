@@ -28,6 +28,7 @@ SUBJECTS = (
     "train.environment",
     "train.optimizer_steps",
     "distributed.overhead",
+    "distributed.processes",
     "distributed.muon",
     "distributed.advisor",
 )
