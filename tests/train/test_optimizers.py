@@ -156,13 +156,17 @@ def test_optimizers_with_groups_take_the_steps_of_one_process():
 
 @pytest.mark.parametrize("strategy", ["zero1", pytest.param("pp", marks=pytest.mark.slow)])
 def test_sketches_without_names_are_refused_where_the_order_changes(strategy):
+    refusals = (
+        r"without names of parameters depend .*model\.named_parameters\(\)|by their order, .*an optimizer of the model"
+    )
+
     def run():
         model = build()
         for optimizer in (
             SketchedAdamW(model.parameters(), rank=1, update="tensor", seed=7),
             functools.partial(SketchedAdamW, rank=1, update="tensor", seed=7),
         ):
-            with pytest.raises(ConfigError, match=r"without names of parameters depend .*model\.named_parameters\(\)"):
+            with pytest.raises(ConfigError, match=refusals):
                 train(build() if callable(optimizer) else model, optimizer, STRATEGIES[strategy], steps=1)
 
     on_ranks(run, 2)
