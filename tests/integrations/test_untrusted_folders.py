@@ -156,7 +156,7 @@ def test_every_damage_of_a_killed_run_is_one_sentence(source, tmp_path, monkeypa
         for damage in ("flipped", "cut", "empty", "missing", "swapped") if data else ():
             changed = bytearray(data)
             changed[len(data) // 3] ^= 64
-            other = next(each for each in undamaged if each != name and undamaged[each] and each != "lock")
+            other = next(each for each in undamaged if undamaged[each] not in (b"", data) and each != "lock")
             new = {"flipped": changed, "cut": data[:-9], "empty": b"", "missing": None, "swapped": undamaged[other]}
             if new[damage] is None:
                 if name.startswith("journal"):
