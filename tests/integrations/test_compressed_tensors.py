@@ -21,21 +21,28 @@ WORDS, GROUP = 61, 32
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 
 READ = """
-import sys, warnings
+import sys
 import torch, transformers
 from safetensors.torch import load_file
-folder, kind, dequantize = sys.argv[1:]
+folder, kind, how = sys.argv[1:]
 inputs = load_file(f"{folder}/../inputs.safetensors")
+expected = inputs.pop("output")
 options = {}
-if dequantize == "True":
+if how == "dequantized":
     options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
 model, info = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
 assert not any(info[name] for name in ("missing_keys", "mismatched_keys")), info
-with torch.no_grad():
-    output = model.eval()(inputs["input_ids"])[0]
+
+@torch.no_grad()
+def print_error(model):
+    error = (model.eval()(**inputs)[0] - expected).norm() / expected.norm()
+    print(f"{error.item():.3e}")
+
+print_error(model)
+if how == "adapted":
+    import peft
+    print_error(peft.PeftModel.from_pretrained(model, f"{folder}/adapter"))
 assert "panther" not in sys.modules
-error = (output - inputs["output"]).norm() / inputs["output"].norm()
-print(f"error {error.item():.3e}")
 """
 
 
@@ -74,10 +81,21 @@ def batches():
     return [{"input_ids": torch.randint(1, WORDS, (8, 12), generator=generator)} for _ in range(8)]
 
 
-def read(folder, kind, *, dequantize=False):
-    """Return what a fresh process prints that loads a folder and compares its output with the saved one."""
-    command = [sys.executable, "-P", "-c", READ, folder, kind, str(dequantize)]
-    return waits.run(command)
+def read(folder, kind, model, how="as it is"):
+    """Let a fresh process without Panther load a folder, and print the error of its output beside the model's."""
+    sample = {"input_ids": torch.arange(1, 25).view(2, 12)}
+    if model.main_input_name == "pixel_values":
+        sample = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)}
+    with torch.no_grad():
+        save_file(sample | {"output": model(**sample)[0].contiguous()}, folder.parent / "inputs.safetensors")
+    return waits.run([sys.executable, "-P", "-c", READ, folder, kind, how])
+
+
+def errors_of(*args):
+    """Return the errors that :func:`read` prints, of which there are two with an adapter."""
+    result = read(*args)
+    assert result.returncode == 0, result.stderr
+    return [float(line) for line in result.stdout.splitlines()]
 
 
 @pytest.mark.slow
@@ -96,14 +114,9 @@ def test_a_fresh_process_reads_the_model(kind, tmp_path, capsys):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer_config.json"}
     assert "panther.json" not in names
-    ids = torch.arange(1, 25).view(2, 12)
-    with torch.no_grad():
-        save_file({"input_ids": ids, "output": model(ids)[0].contiguous()}, tmp_path / "inputs.safetensors")
-    result = read(tmp_path / "out", kind)
-    assert result.returncode == 0, result.stderr
-    assert float(result.stdout.split()[-1]) < 1e-3
+    assert errors_of(tmp_path / "out", kind, model)[0] < 1e-3
     # All layers are decoded by the first scheme here, which has to be noticed.
-    result = read(tmp_path / "out", kind, dequantize=True)
+    result = read(tmp_path / "out", kind, model, "dequantized")
     assert result.returncode != 0
     assert "issues during automatic conversion of the weights" in result.stderr
 
@@ -113,29 +126,7 @@ def test_one_width_is_read_with_dequantize_too(tmp_path):
     pytest.importorskip("compressed_tensors")
     model = compressed(bert)
     write_compressed_tensors(model, tmp_path / "out")
-    ids = torch.arange(1, 25).view(2, 12)
-    with torch.no_grad():
-        save_file({"input_ids": ids, "output": model(ids)[0].contiguous()}, tmp_path / "inputs.safetensors")
-    result = read(tmp_path / "out", "AutoModel", dequantize=True)
-    assert result.returncode == 0, result.stderr
-    assert float(result.stdout.split()[-1]) < 1e-3
-
-
-ADAPTED = """
-import sys
-import torch, transformers, peft
-from safetensors.torch import load_file
-folder, kind = sys.argv[1:]
-inputs = load_file(f"{folder}/../inputs.safetensors")
-expected = inputs["output"]
-model = getattr(transformers, kind).from_pretrained(folder).eval()
-with torch.no_grad():
-    base = model(inputs["input_ids"])[0]
-    output = peft.PeftModel.from_pretrained(model, f"{folder}/adapter").eval()(inputs["input_ids"])[0]
-assert "panther" not in sys.modules
-print(f"base {((base - expected).norm() / expected.norm()).item():.3e}")
-print(f"error {((output - expected).norm() / expected.norm()).item():.3e}")
-"""
+    assert errors_of(tmp_path / "out", "AutoModel", model, "dequantized")[0] < 1e-3
 
 
 @pytest.mark.slow
@@ -157,13 +148,7 @@ def test_corrections_are_an_adapter(kind, tmp_path, capsys):
     assert f"base {sizes[0]:,} bytes, adapter {sizes[1]:,} bytes, together {sum(sizes):,}" in capsys.readouterr().out
     config = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == max(ranks)
-    ids = torch.arange(1, 25).view(2, 12)
-    with torch.no_grad():
-        save_file({"input_ids": ids, "output": model(ids)[0].contiguous()}, tmp_path / "inputs.safetensors")
-    command = [sys.executable, "-P", "-c", ADAPTED, tmp_path / "out", kind]
-    result = waits.run(command)
-    assert result.returncode == 0, result.stderr
-    base, error = (float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith(("base", "error")))
+    base, error = errors_of(tmp_path / "out", kind, model, "adapted")
     assert error < 1e-3 < base
 
 
@@ -298,12 +283,6 @@ def renamed(name):
     return getattr(transformers, kind)(config).eval()
 
 
-def sample_of(model):
-    if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)}
-    return {"input_ids": torch.arange(1, 25).view(2, 12)}
-
-
 @pytest.mark.parametrize("name", RENAMED)
 def test_names_in_files_are_those_of_the_model(name, tmp_path):
     """ViT, GPT-NeoX and experts were written under the names of original files, and then refused."""
@@ -319,33 +298,13 @@ def test_names_in_files_are_those_of_the_model(name, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-READ_INPUTS = """
-import sys
-import torch, transformers
-from safetensors.torch import load_file
-folder, kind = sys.argv[1:]
-inputs = load_file(f"{folder}/../inputs.safetensors")
-expected = inputs.pop("output")
-model = getattr(transformers, kind).from_pretrained(folder).eval()
-with torch.no_grad():
-    output = model(**inputs)[0]
-assert "panther" not in sys.modules
-print(f"error {((output - expected).norm() / expected.norm()).item():.3e}")
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RENAMED)
 def test_a_fresh_process_reads_models_with_other_names_in_files(name, tmp_path):
     pytest.importorskip("compressed_tensors")
     model = compressed(lambda: renamed(name), exclude=["*expert*", "*embed*"])
     write_compressed_tensors(model, tmp_path / "out")
-    sample = sample_of(model)
-    with torch.no_grad():
-        save_file(sample | {"output": model(**sample)[0].contiguous()}, tmp_path / "inputs.safetensors")
-    result = waits.run([sys.executable, "-P", "-c", READ_INPUTS, tmp_path / "out", RENAMED[name][0]])
-    assert result.returncode == 0, result.stderr
-    assert float(result.stdout.split()[-1]) < 1e-3
+    assert errors_of(tmp_path / "out", RENAMED[name][0], model)[0] < 1e-3
 
 
 def test_models_that_transformers_cannot_load_in_the_format_are_refused(tmp_path):

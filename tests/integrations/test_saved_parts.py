@@ -603,16 +603,18 @@ def with_trained_scales(model):
     return model
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_trained_scales_continue_from_a_checkpoint(is_tied, tmp_path):
+@pytest.mark.parametrize(("form", "is_tied"), [("int8", False), ("int8", True), ("int4+low_rank", False)])
+def test_trained_scales_continue_from_a_checkpoint(form, is_tied, tmp_path):
     """A run of the Trainer that continued began with rounded scales, and learned less than one that did not stop."""
-    model = with_trained_scales(compressed(llama(tie_word_embeddings=is_tied)))
+    model = with_trained_scales(compressed(llama(tie_word_embeddings=is_tied), form))
     logs = {name: value for name, value in model.named_parameters() if name.endswith("scale_logs")}
     loaded = type(model).from_pretrained(save(model, tmp_path))
-    assert torch.equal(output(loaded.eval(), tokens()), output(model, tokens()))
+    again = type(model).from_pretrained(save(loaded, tmp_path / "again"))  # by a model with a quantizer
+    for each in (loaded, again):
+        assert torch.equal(output(each.eval(), tokens()), output(model, tokens()))
     assert logs
     assert all(torch.equal(loaded.get_parameter(name), value) for name, value in logs.items())
-    restored = with_trained_scales(compressed(llama(tie_word_embeddings=is_tied)))
+    restored = with_trained_scales(compressed(llama(tie_word_embeddings=is_tied), form))
     restored.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)  # as the Trainer does
     assert all(torch.equal(restored.get_parameter(name), value) for name, value in logs.items())
     expected = output(model, tokens())
