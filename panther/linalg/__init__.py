@@ -29,21 +29,14 @@ from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh
 from ._interpolative import InterpolativeResult, interpolative, leverage_scores
 from ._lstsq import LstsqResult, sketch_lstsq
+from ._pcg import NystromPreconditioner, PCGResult, nystrom_preconditioner, pcg
 from ._qb import QBResult, qb
 from ._rangefinder import rangefinder
+from ._rp_cholesky import RPCholeskyResult, rp_cholesky
 from ._svd import SVDResult, randomized_svd
-from ._trace import TraceEstimate, diag, trace
+from ._trace import TraceEstimate, diag, logdet, trace
 from .error import ErrorEstimate, estimate_error
 from .orthogonal import cholesky_qr, orthonormalize
-from .positive_definite import (
-    NystromPreconditioner,
-    PCGResult,
-    RPCholeskyResult,
-    logdet,
-    nystrom_preconditioner,
-    pcg,
-    rp_cholesky,
-)
 from .sharded import RowSharded
 from .streaming import PCAResult, StreamingSVD
 

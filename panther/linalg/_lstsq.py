@@ -327,7 +327,8 @@ def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
 
 def _sketch_size(operand: Operand) -> int:
     """Return the number of rows of the sketch, such that its QR costs about as much as the passes over A."""
-    entries = operand.num_entries if operand.has_entries else 0
+    values = operand.values
+    entries = getattr(operand.A, "nnz", 0) if values is None else values.numel()
     return max(4 * operand.shape[1] + 64, math.ceil(1.1 * math.sqrt(entries)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from panther._hints import check_keywords
 from panther._process_settings import exact_products
-from panther._torch import FakeTensor, is_transformed, number_of_entries
+from panther._torch import FakeTensor, is_transformed
 from panther.errors import DTypeError, ShapeError
 from panther.linalg._ranks import ALONE, Ranks
 from panther.sketch import GaussianSketch
@@ -50,18 +50,16 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         check_keywords(function, kwargs)
         call: Any = function
-        arguments, keywords = list[Any](args), dict[str, Any](kwargs)
-        A, ranks = arguments[0] if arguments else keywords.get(first), ALONE
+        keywords = dict[str, Any](kwargs)
+        arguments = list[Any](args) or [keywords.pop(name) for name in (first,) if name in keywords]
+        A, ranks = arguments[0] if arguments else None, ALONE
         if (sharded := as_sharded(A)) is not None:
             A, ranks = sharded, sharded.ranks
-            if arguments:
-                arguments[0] = A
-            else:
-                keywords[first] = A
+            arguments[0] = A
         with exact_products(), ranks.together():
             if ranks.size > 1:
                 described = ["A", *map(_described, arguments[1:])]
-                described += [f"{name}={_described(keywords[name])}" for name in sorted(keywords) if name != first]
+                described += [f"{name}={_described(keywords[name])}" for name in sorted(keywords)]
                 ranks.agree("calls", f"{function.__name__}({', '.join(described)})")
             result: T = call(*arguments, **keywords)
         has_tensors = any(isinstance(argument, Tensor) for argument in (*args, *kwargs.values()))
@@ -206,13 +204,6 @@ class Operand:
     def has_entries(self) -> bool:
         """Whether A stores its entries, and not only has products."""
         return isinstance(self.A, Tensor) or _is_of_scipy(self.A)
-
-    @property
-    def num_entries(self) -> int:
-        """The number of entries of one matrix that are multiplied; all of them where A only has products."""
-        if self.dense is None and isinstance(self.A, Tensor):
-            return number_of_entries(self.A)
-        return int(self.A.nnz) if _is_of_scipy(self.A) else math.prod(self.shape[-2:])
 
     def check_finite(self, product: Tensor) -> None:
         """Raise ValueError if a product has NaN or infinity, saying whether A has them too.
@@ -425,11 +416,8 @@ def _is_of_scipy(A: Any) -> bool:
 
 def _csr_of_scipy(A: Tensor) -> Any:
     """Return a sparse tensor as a CSR array of scipy."""
-    from scipy.sparse import coo_array, csr_array
+    from scipy.sparse import coo_array
 
-    if A.layout == torch.sparse_csr:
-        parts = (A.values().numpy(), A.col_indices().numpy(), A.crow_indices().numpy())
-        return csr_array(parts, shape=tuple(A.shape))
     coo = A if A.layout == torch.sparse_coo else A.to_sparse_coo().coalesce()
     return coo_array((coo.values().numpy(), coo.indices().numpy()), shape=tuple(A.shape)).tocsr()
 

@@ -22,9 +22,9 @@ class RowSharded:
     square matrices) is replicated. The number of ranks changes results by rounding only. A DTensor that is ``Shard(0)``
     over a mesh of one dimension is accepted as ``RowSharded(A.to_local(), A.device_mesh.get_group())``.
 
-    Rows are never sent: sums of n x l numbers are, l the columns of a block, and triangles of l x l; a symmetric A
-    sends its products, n x l. ``n_iter="auto"`` is 4. Instead of a sketch, ``cqrrpt`` and ``sketch_lstsq`` factor the
-    rows of each rank, which have to be dense, by QR, and then the triangles.
+    Rows are never sent: sums of n x l numbers are, l the columns of a block, and of d x l, d the columns of all blocks;
+    a symmetric A sends its products, n x l. ``n_iter="auto"`` is 4. Instead of a sketch, ``cqrrpt`` and
+    ``sketch_lstsq`` factor the rows of each rank, which have to be dense, by QR, and then send n x n triangles.
 
     Args:
         local_rows: The rows of this rank (rows, n), also none: a dense or sparse matrix, or one that only has products.

@@ -14,8 +14,8 @@ from torch import Tensor
 from panther.errors import NumericalWarning, ShapeError, check_size
 from panther.linalg._eigh import NystromResult, nystrom
 from panther.linalg._lstsq import right_hand_side, scaled_columns
+from panther.linalg._rp_cholesky import RPCholeskyResult
 from panther.linalg.operand import check_finite, check_number, driver, times_two_to
-from panther.linalg.positive_definite._rp_cholesky import RPCholeskyResult
 from panther.linalg.sharded import as_square
 
 # Conjugate gradients start again from the true residual if they have reduced it to this fraction.
