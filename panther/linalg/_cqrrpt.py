@@ -123,8 +123,7 @@ def cqrrpt(
         >>> torch.allclose(M[:, P], Q @ R)
         True
 
-    Reference: M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with
-    randomization and pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
+    Reference: Melnichenko, Balabanov, Murray, Demmel, Mahoney and Luszczek (2023), arXiv:2311.08316.
     """
     operand = as_operand(as_dense("M", M) if as_sharded(M) is None else M, "M", batched=False)
     matrix, M = M, as_dense("M", operand.A)

@@ -163,8 +163,7 @@ def nystrom(
         >>> torch.allclose(U @ torch.diag(L) @ U.T, X @ X.T, atol=1e-4)
         True
 
-    Reference: J. A. Tropp, A. Yurtsever, M. Udell and V. Cevher, "Fixed-rank approximation of a positive-semidefinite
-    matrix from streaming data", NeurIPS 2017, algorithm 3, arXiv:1706.05736.
+    Reference: Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3, arXiv:1706.05736.
     """
     operand, k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
     values, W = _core_eigh(core)

@@ -121,10 +121,8 @@ def interpolative(
         >>> torch.allclose(A[:, J] @ T, A), torch.equal(skeleton, A[:, J])
         (True, True)
 
-    Reference: S. Voronin and P.-G. Martinsson, "Efficient algorithms for CUR and interpolative matrix decompositions",
-    2017, doi:10.1007/s10444-016-9494-8; H. Cheng, Z. Gimbutas, P. G. Martinsson and V. Rokhlin, "On the compression of
-    low rank matrices", 2005, doi:10.1137/030602678; exchanges as in S. A. Goreinov et al., "How to find a good
-    submatrix", 2010, doi:10.1142/9789812836021_0015.
+    Reference: Voronin and Martinsson (2017), doi:10.1007/s10444-016-9494-8; Cheng, Gimbutas, Martinsson and Rokhlin
+    (2005), doi:10.1137/030602678; exchanges as in Goreinov et al. (2010), doi:10.1142/9789812836021_0015.
     """
     operand = as_operand(A, batched=False)
     if operand.ranks.size > 1:
@@ -248,8 +246,7 @@ def leverage_scores(A: Any, k: int | None = None, *, seed: int | None = None) ->
         >>> leverage_scores(A, seed=0)
         tensor([1.0000, 0.5000, 0.5000])
 
-    Reference: P. Drineas, M. Magdon-Ismail, M. W. Mahoney and D. P. Woodruff, "Fast approximation of matrix coherence
-    and statistical leverage", JMLR 13 (2012), arXiv:1109.3843.
+    Reference: Drineas, Magdon-Ismail, Mahoney and Woodruff (2012), arXiv:1109.3843.
     """
     operand = as_operand(A)
     if k is None and operand.dense is not None and operand.dense.ndim == 2:

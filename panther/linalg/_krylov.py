@@ -122,7 +122,7 @@ def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovS
     operand.check_finite(X)
     *batch, n, b = X.shape
     most = blocks or min(_MOST_BLOCKS, n // b)
-    stopping_rule = None if blocks else _StoppingRule(operand, k, b)
+    norm = None if blocks or operand.values is None else frobenius_norm(operand.values)
     # Column-major, so that the basis so far is contiguous. Pages that are never written take no memory.
     P = X.new_empty(*batch, b * most, n, dtype=torch.float64).mT
     Y = X.new_empty(*batch, b * most, start.shape[-2], dtype=torch.float64).mT
@@ -138,65 +138,57 @@ def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovS
         torch.div(Z, scale, out=Y[..., new])
         inner = ranks.sum(Y[..., :d].mT @ Y[..., new])
         G[..., :d, new], G[..., new, :d] = inner, inner.mT
-        if stopping_rule is not None and d >= max(k, _LEAST_BLOCKS * b):
+        if blocks is None and d >= max(k, _LEAST_BLOCKS * b):
             eigenpairs = _descending(G[..., :d, :d])
-            if stopping_rule.is_enough(G[..., :d, :d], *eigenpairs, scale):
+            if _is_enough(operand, k, b, norm, G[..., :d, :d], eigenpairs, scale):
                 break
         if d < b * most:
             X = operand.rmatmul(near_qr(Y[..., new], None, ranks)[0].to(operand.dtype))
     return KrylovSpace(P[..., :d], Y[..., :d], scale, eigenpairs or _descending(G[..., :d, :d]), d // b, ranks)
 
 
-class _StoppingRule:
-    """Decides whether a further block would bring k triplets much closer to the best ones."""
+def _is_enough(
+    operand: Operand, k: int, b: int, norm: Tensor | None, G: Tensor, eigenpairs: tuple[Tensor, Tensor], scale: Tensor
+) -> bool:
+    r"""Return whether a further block of width b would bring k triplets hardly closer to the best ones.
 
-    def __init__(self, operand: Operand, k: int, block: int) -> None:
-        self.k, self.block = k, block
-        self.outside = min(operand.shape[-2:]) - k
-        self.eps = torch.finfo(operand.dtype).eps
-        self.norm = None if operand.values is None else frobenius_norm(operand.values)
-        self.is_sparse = operand.has_entries and operand.dense is None
-
-    def is_enough(self, G: Tensor, values: Tensor, vectors: Tensor, scale: Tensor) -> bool:
-        r"""Return whether to stop, from G, its eigenpairs and the norm of A.
-
-        Block Lanczos coefficients change slowly. The estimate therefore couples the next block to an eigenvector v as
-        strongly as the last block: by :math:`r = \|G_{-2b:-b, -b:}\, v_{-b:}\|`. In the span of v and one more
-            direction,
-        whose Rayleigh quotient is the mean :math:`\rho` of the last block's quotients, the eigenvalue :math:`\theta`
-        rises by :math:`\sqrt{h^2 + r^2} - h` with :math:`h = (\theta - \rho) / 2`. Later blocks add less, by about the
-        rate t at which the mean has fallen. In total they add :math:`t^2 / (4/3 - t)` times the gain of the next block,
-        which fits the remaining error on 19 spectra.
-        """
-        k, b = self.k, self.block
-        if k == 0:
-            return True
-        values = values.clamp_min(0)
-        theta, rest = values[..., :k], values[..., k:].sum(-1)
-        captured = theta.sum(-1)
-        diagonal = G.diagonal(dim1=-2, dim2=-1)
-        rho, previous_rho = diagonal[..., -b:].mean(-1), diagonal[..., -2 * b : -b].mean(-1)
-        rate = torch.where(previous_rho > 0, rho / previous_rho, 0.0).clamp(0, 1)
-        coupling = (G[..., -2 * b : -b, -b:] @ vectors[..., -b:, :k]).square().sum(-2)
-        half = (theta - rho[..., None]) / 2
-        gains = torch.hypot(half, coupling.sqrt()) - half
-        remaining = gains.sum(-1) * rate**2 / (4 / 3 - rate)
-        # The squared norm of A outside the k triplets. The difference counts only if it exceeds its rounding error.
-        tail = rest
-        if self.norm is not None:
-            total = (self.norm / scale[..., 0, 0]).square()
-            is_tail_resolved = total.isfinite() & (total - captured > 100 * self.eps * total)
-            tail = torch.where(is_tail_resolved, torch.maximum(total - captured, rest), rest)
-        # The rounding errors of the products, in A's dtype, and of the eigenvalues of G, in float64.
-        rounding = max((30 * self.eps) ** 2, 1e-14) * captured
-        last = theta[..., -1]
-        enough = remaining <= _WORTH * min(1.0, k / _WORTH_FROM) * tail + rounding
-        if self.is_sparse:
-            enough &= remaining <= _SPARSE_WORTH * captured + rounding
-        enough &= gains[..., -1] <= _LAST_WORTH * last + rounding
-        # A larger tail contains a singular value above the last one: a multiple one, which a block finds only b times.
-        enough &= tail <= 1.01 * self.outside * last + rounding
-        return bool(enough.all())
+    Block Lanczos coefficients change slowly. The estimate therefore couples the next block to an eigenvector v as
+    strongly as the last block: by :math:`r = \|G_{-2b:-b, -b:}\, v_{-b:}\|`. In the span of v and one more direction,
+    whose Rayleigh quotient is the mean :math:`\rho` of the last block's quotients, the eigenvalue :math:`\theta`
+    rises by :math:`\sqrt{h^2 + r^2} - h` with :math:`h = (\theta - \rho) / 2`. Later blocks add less, by about the
+    rate t at which the mean has fallen. In total they add :math:`t^2 / (4/3 - t)` times the gain of the next block,
+    which fits the remaining error on 19 spectra.
+    """
+    values, vectors = eigenpairs
+    eps = torch.finfo(operand.dtype).eps
+    if k == 0:
+        return True
+    values = values.clamp_min(0)
+    theta, rest = values[..., :k], values[..., k:].sum(-1)
+    captured = theta.sum(-1)
+    diagonal = G.diagonal(dim1=-2, dim2=-1)
+    rho, previous_rho = diagonal[..., -b:].mean(-1), diagonal[..., -2 * b : -b].mean(-1)
+    rate = torch.where(previous_rho > 0, rho / previous_rho, 0.0).clamp(0, 1)
+    coupling = (G[..., -2 * b : -b, -b:] @ vectors[..., -b:, :k]).square().sum(-2)
+    half = (theta - rho[..., None]) / 2
+    gains = torch.hypot(half, coupling.sqrt()) - half
+    remaining = gains.sum(-1) * rate**2 / (4 / 3 - rate)
+    # The squared norm of A outside the k triplets. The difference counts only if it exceeds its rounding error.
+    tail = rest
+    if norm is not None:
+        total = (norm / scale[..., 0, 0]).square()
+        is_tail_resolved = total.isfinite() & (total - captured > 100 * eps * total)
+        tail = torch.where(is_tail_resolved, torch.maximum(total - captured, rest), rest)
+    # The rounding errors of the products, in A's dtype, and of the eigenvalues of G, in float64.
+    rounding = max((30 * eps) ** 2, 1e-14) * captured
+    last = theta[..., -1]
+    enough = remaining <= _WORTH * min(1.0, k / _WORTH_FROM) * tail + rounding
+    if operand.has_entries and operand.dense is None:
+        enough &= remaining <= _SPARSE_WORTH * captured + rounding
+    enough &= gains[..., -1] <= _LAST_WORTH * last + rounding
+    # A larger tail contains a singular value above the last one: a multiple one, which a block finds only b times.
+    enough &= tail <= 1.01 * (min(operand.shape[-2:]) - k) * last + rounding
+    return bool(enough.all())
 
 
 def _descending(G: Tensor) -> tuple[Tensor, Tensor]:

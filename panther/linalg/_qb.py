@@ -103,8 +103,7 @@ def qb(
         >>> Q.shape[1] < 10, bool((A - Q @ B).norm() < 0.01 * A.norm())
         (True, True)
 
-    Reference: W. Yu, Y. Gu and Y. Li, "Efficient randomized algorithms for the fixed-precision low-rank matrix
-    approximation", SIMAX 39 (2018), algorithm 2, doi:10.1137/17M1141977.
+    Reference: Yu, Gu and Li (2018), algorithm 2, doi:10.1137/17M1141977.
     """
     operand = as_operand(A)
     (most, tol), n_iter = check_goal("qb", k, tol, operand), check_n_iter(n_iter)

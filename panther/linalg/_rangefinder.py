@@ -72,8 +72,7 @@ def rangefinder(
         >>> torch.allclose(Q @ (Q.T @ A), A)
         True
 
-    Reference: N. Halko, P.-G. Martinsson and J. A. Tropp, "Finding structure with randomness", SIAM Rev. 53 (2011),
-    algorithm 4.4, doi:10.1137/090771806.
+    Reference: Halko, Martinsson and Tropp (2011), algorithm 4.4, doi:10.1137/090771806.
     """
     operand = as_operand(A)
     k = check_rank(k, operand)

@@ -124,9 +124,8 @@ ALONE = Ranks(alone=True)
 def sharded_qr(X: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:  # (rows, n) -> (rows, r), (r, n), r = min(m, n)
     """Return this rank's rows of Q, and R with a nonnegative diagonal, of a matrix (m, n) that is sharded by rows.
 
-    Q is orthonormal for any rank and condition. A rank sends the n^2 numbers of its own R to every other rank. J.
-    Demmel, L. Grigori, M. Hoemmen and J. Langou, "Communication-optimal parallel and sequential QR and LU
-    factorizations", SIAM J. Sci. Comput. 34 (2012), doi:10.1137/080731992.
+    Q is orthonormal for any rank and condition. A rank sends the n^2 numbers of its own R to every other rank. Demmel,
+    Grigori, Hoemmen and Langou (2012), doi:10.1137/080731992.
     """
     Q, R = torch.linalg.qr(X.double())
     n = X.shape[1]

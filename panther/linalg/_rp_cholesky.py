@@ -1,8 +1,7 @@
 r"""Partial Cholesky factorisation of a positive semidefinite matrix, from few of its columns.
 
 A pivot is drawn with a probability proportional to the diagonal that remains. Blocks of pivots are drawn at once and
-thinned by rejection, which leaves the distribution as it is: E. N. Epperly, J. A. Tropp and R. J. Webber, "Embrace
-rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky", 2024, arXiv:2410.03969.
+thinned by rejection, which leaves the distribution as it is: Epperly, Tropp and Webber (2024), arXiv:2410.03969.
 """
 
 __all__ = ["RPCholeskyResult", "rp_cholesky"]

@@ -87,8 +87,7 @@ def trace(A: Any, m: int, *, semidefinite: bool = False, seed: int | None = None
         >>> bool((value - A.trace()).abs() < 3 * standard_error < 1e-2)
         True
 
-    Reference: E. N. Epperly, J. A. Tropp and R. J. Webber, "XTrace: making the most of every sample in stochastic trace
-    estimation", 2024, arXiv:2301.07825.
+    Reference: Epperly, Tropp and Webber (XTrace, 2024), arXiv:2301.07825.
     """
     operand, m, seed = _checked(A, m, seed)
     n = operand.shape[-1]

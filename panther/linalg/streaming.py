@@ -84,8 +84,8 @@ class StreamingSVD:
         >>> stream.transform(rows).shape
         torch.Size([20, 1])
 
-    Reference: Ghashami, Liberty, Phillips and Woodruff, "Frequent directions: simple and deterministic
-    matrix sketching", 2016, arXiv:1501.01711; Desai, Ghashami and Phillips (2016), arXiv:1501.06561 (trailing squares).
+    Reference: Ghashami, Liberty, Phillips and Woodruff (2016), arXiv:1501.01711; trailing squares as in Desai, Ghashami
+    and Phillips (2016), arXiv:1501.06561.
     """
 
     def __init__(
