@@ -110,7 +110,7 @@ def randomized_svd(
         >>> round(S.item(), 4), torch.allclose(U @ torch.diag(S) @ V.T, A)
         (18.7083, True)
 
-    Reference: C. Musco and C. Musco (2015), arXiv:1504.05477; Halko, Martinsson and Tropp (2011), doi:10.1137/090771806.
+    Reference: Musco and Musco (2015), arXiv:1504.05477; Halko, Martinsson and Tropp (2011), doi:10.1137/090771806.
     """
     operand = as_operand(A)
     k = check_rank(k, operand)
