@@ -66,14 +66,7 @@ class CQRRPTResult(NamedTuple):
 
 
 @overload
-def cqrrpt(
-    M: Tensor,
-    gamma: float = ...,
-    *,
-    rtol: float | None = ...,
-    seed: int | None = ...,
-    return_error: Literal[False] = ...,
-) -> CQRRPTResult: ...
+def cqrrpt(M: Tensor, gamma: float = ..., *, rtol: float | None = ..., seed: int | None = ...) -> CQRRPTResult: ...
 @overload
 def cqrrpt(
     M: Tensor, gamma: float = ..., *, rtol: float | None = ..., seed: int | None = ..., return_error: Literal[True]

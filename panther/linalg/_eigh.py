@@ -62,9 +62,7 @@ class NystromResult(NamedTuple):
 
 
 @overload
-def randomized_eigh(
-    A: Any, k: int, *, return_error: Literal[False] = ..., **options: Unpack[SearchOptions]
-) -> EighResult: ...
+def randomized_eigh(A: Any, k: int, **options: Unpack[SearchOptions]) -> EighResult: ...
 @overload
 def randomized_eigh(
     A: Any, k: int, *, return_error: Literal[True], **options: Unpack[SearchOptions]
@@ -120,9 +118,7 @@ def randomized_eigh(
 
 
 @overload
-def nystrom(
-    A: Any, k: int, *, return_error: Literal[False] = ..., **options: Unpack[SearchOptions]
-) -> NystromResult: ...
+def nystrom(A: Any, k: int, **options: Unpack[SearchOptions]) -> NystromResult: ...
 @overload
 def nystrom(
     A: Any, k: int, *, return_error: Literal[True], **options: Unpack[SearchOptions]

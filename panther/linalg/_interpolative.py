@@ -61,12 +61,7 @@ class _Options(TypedDict, total=False):
 
 @overload
 def interpolative(
-    A: Any,
-    k: int | None = ...,
-    tol: float | None = ...,
-    *,
-    return_error: Literal[False] = ...,
-    **options: Unpack[_Options],
+    A: Any, k: int | None = ..., tol: float | None = ..., **options: Unpack[_Options]
 ) -> InterpolativeResult: ...
 @overload
 def interpolative(

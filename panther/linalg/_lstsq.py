@@ -28,6 +28,7 @@ from panther.linalg.operand import (
     as_operand,
     check_finite,
     check_number,
+    check_penalty,
     driver,
     tensor_of,
     times_two_to,
@@ -73,7 +74,7 @@ class _Options(TypedDict, total=False):
 
 
 @overload
-def sketch_lstsq(A: Any, b: Any, *, return_error: Literal[False] = ..., **options: Unpack[_Options]) -> LstsqResult: ...
+def sketch_lstsq(A: Any, b: Any, **options: Unpack[_Options]) -> LstsqResult: ...
 @overload
 def sketch_lstsq(
     A: Any, b: Any, *, return_error: Literal[True], **options: Unpack[_Options]
@@ -151,9 +152,7 @@ def sketch_lstsq(
         operand = as_operand(A)
     b = right_hand_side(b, operand)
     check_finite("b", b)
-    ridge = check_number(
-        "ridge", ridge, "0 or more and finite", lambda number: 0 <= number < math.inf, "0 for plain least squares"
-    )
+    ridge = check_penalty("ridge", ridge)
     if tol is not None:
         fix = "None for the accuracy of a direct solver"
         tol = check_number("tol", tol, "positive and finite", lambda number: 0 < number < math.inf, fix)

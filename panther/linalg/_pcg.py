@@ -1,6 +1,6 @@
 r"""Positive definite systems with many right-hand sides, by preconditioned conjugate gradients."""
 
-__all__ = ["NystromPreconditioner", "PCGResult", "check_shift", "nystrom_preconditioner", "pcg"]
+__all__ = ["NystromPreconditioner", "PCGResult", "nystrom_preconditioner", "pcg"]
 
 import math
 import warnings
@@ -15,7 +15,7 @@ from panther.errors import NumericalWarning, ShapeError, check_size
 from panther.linalg._eigh import NystromResult, nystrom
 from panther.linalg._lstsq import right_hand_side, scaled_columns
 from panther.linalg._rp_cholesky import RPCholeskyResult
-from panther.linalg.operand import check_finite, check_number, driver, times_two_to
+from panther.linalg.operand import check_finite, check_number, check_penalty, driver, times_two_to
 from panther.linalg.sharded import as_square
 
 # Conjugate gradients start again from the true residual if they have reduced it to this fraction.
@@ -99,7 +99,7 @@ def nystrom_preconditioner(A: Any, rank: int, shift: float = 0.0, *, seed: int |
 
     Reference: Frangella, Tropp and Udell (2023), "Randomized Nyström preconditioning", arXiv:2110.02820.
     """
-    shift, rank = check_shift(shift), check_size("rank", rank, least=1)
+    shift, rank = check_penalty("shift", shift), check_size("rank", rank, least=1)
     if isinstance(A, RPCholeskyResult):
         U, sizes, _ = torch.linalg.svd(torch.as_tensor(A.F), full_matrices=False)
         A = NystromResult(U, sizes.square())
@@ -156,7 +156,7 @@ def pcg(
     Reference: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044.
     """
     operand = as_square(A, batched=False)
-    b, shift = right_hand_side(b, operand), check_shift(shift)
+    b, shift = right_hand_side(b, operand), check_penalty("shift", shift)
     check_finite("b", b)
     tol = check_number("tol", tol, "positive and below 1", lambda number: 0 < number < 1, "1e-6")
     max_iter = 10 * len(b) if max_iter is None else check_size("max_iter", max_iter, least=0)
@@ -194,11 +194,6 @@ def pcg(
         )
     x, norms = times_two_to(x, powers), times_two_to(norms, powers)
     return PCGResult(x[:, 0], norms[0], steps) if b.ndim == 1 else PCGResult(x, norms, steps)
-
-
-def check_shift(shift: float) -> float:
-    """Return the shift as a float, or raise unless it is 0 or more and finite."""
-    return check_number("shift", shift, "0 or more and finite", lambda number: 0 <= number < math.inf, "0.0")
 
 
 def _conjugate_gradients(

@@ -49,14 +49,7 @@ class _Options(TypedDict, total=False):
 
 
 @overload
-def qb(
-    A: Any,
-    k: int | None = ...,
-    tol: float | None = ...,
-    *,
-    return_error: Literal[False] = ...,
-    **options: Unpack[_Options],
-) -> QBResult: ...
+def qb(A: Any, k: int | None = ..., tol: float | None = ..., **options: Unpack[_Options]) -> QBResult: ...
 @overload
 def qb(
     A: Any, k: int | None = ..., tol: float | None = ..., *, return_error: Literal[True], **options: Unpack[_Options]

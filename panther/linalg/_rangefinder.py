@@ -35,9 +35,7 @@ class SearchOptions(TypedDict, total=False):
 
 
 @overload
-def rangefinder(
-    A: Any, k: int, *, n_iter: int = ..., seed: int | None = ..., return_error: Literal[False] = ...
-) -> Tensor: ...
+def rangefinder(A: Any, k: int, *, n_iter: int = ..., seed: int | None = ...) -> Tensor: ...
 @overload
 def rangefinder(
     A: Any, k: int, *, n_iter: int = ..., seed: int | None = ..., return_error: Literal[True]

@@ -53,9 +53,7 @@ class SVDResult(NamedTuple):
 
 
 @overload
-def randomized_svd(
-    A: Any, k: int, tol: float | None = ..., *, return_error: Literal[False] = ..., **options: Unpack[SearchOptions]
-) -> SVDResult: ...
+def randomized_svd(A: Any, k: int, tol: float | None = ..., **options: Unpack[SearchOptions]) -> SVDResult: ...
 @overload
 def randomized_svd(
     A: Any, k: int, tol: float | None = ..., *, return_error: Literal[True], **options: Unpack[SearchOptions]

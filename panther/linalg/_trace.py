@@ -16,9 +16,9 @@ from torch import Tensor
 
 from panther._docstrings import inherit_arguments
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._pcg import NystromPreconditioner, check_shift, pcg
+from panther.linalg._pcg import NystromPreconditioner, pcg
 from panther.linalg._rangefinder import sign_matrix
-from panther.linalg.operand import Operand, driver
+from panther.linalg.operand import Operand, check_penalty, driver
 from panther.linalg.sharded import as_square
 from panther.sketch import GaussianSketch, SignSketch, check_seed
 
@@ -285,7 +285,7 @@ def logdet(
     operand = as_square(A, batched=False)
     n = operand.shape[0]
     probes, max_iter = check_size("probes", probes, least=2), check_size("max_iter", max_iter, least=2)
-    shift, seed = check_shift(shift), operand.ranks.seed(check_seed(seed))
+    shift, seed = check_penalty("shift", shift), operand.ranks.seed(check_seed(seed))
     M = preconditioner
     if M is not None and not isinstance(M, NystromPreconditioner):
         raise TypeError(f"preconditioner must be what nystrom_preconditioner returns, not {type(M).__name__}: use that")

@@ -1,8 +1,8 @@
 """The matrices that drivers accept: tensors, sparse tensors, arrays, and objects with ``@`` and ``.T``."""
 
 __all__ = [
-    "SHARDED_KINDS", "Operand", "as_dense", "as_operand", "as_sharded", "check_finite", "check_number", "driver",
-    "frobenius_norm", "power_of_two", "summed_product", "tensor_of", "times_two_to", "unsafe_power",
+    "SHARDED_KINDS", "Operand", "as_dense", "as_operand", "as_sharded", "check_finite", "check_number", "check_penalty",
+    "driver", "frobenius_norm", "power_of_two", "summed_product", "tensor_of", "times_two_to", "unsafe_power",
 ]  # fmt: skip
 
 import math
@@ -354,6 +354,11 @@ def times_two_to(A: Tensor, powers: list[int]) -> Tensor:
         A = A * torch.tensor([math.ldexp(1.0, power) for power in now], dtype=A.dtype, device=A.device)
         powers = [power - part for power, part in zip(powers, now, strict=True)]
     return A
+
+
+def check_penalty(name: str, value: Any) -> float:
+    """Return a number that is added to squares or diagonals as a float, or raise unless it is 0 or more and finite."""
+    return check_number(name, value, "0 or more and finite", lambda number: 0 <= number < math.inf, "0")
 
 
 class _Writable:
