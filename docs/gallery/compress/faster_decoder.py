@@ -3,8 +3,8 @@ A small decoder that answers faster after compression
 =====================================================
 
 A decoder that writes one token at a time reads all its weights for each of them, so smaller weights are read sooner.
-This tutorial trains a small Llama of transformers to answer questions, compresses it to a seventh of its bytes, and counts
-right answers and tokens a second before and after, on one thread of a CPU.
+This tutorial trains a small Llama of transformers to answer questions, compresses it to a seventh of its bytes, and
+counts right answers and tokens a second before and after, on one thread of a CPU.
 
 The script needs Panther's extra ``transformers``, and a C++ compiler for the kernel that reads codes.
 """
