@@ -69,7 +69,7 @@ TARGETS = (
     Target("sm_90", GPUTarget("cuda", 90, 32), 232448),
     Target("gfx942", GPUTarget("hip", "gfx942", 64), 65536),
     # The tiles were chosen for sm_90. Triton 3.6 and 3.9 spill up to eight registers here, in different kernels, which
-    # take 64 to 168 of 255. Better tiles would have to be chosen by measurements on such a chip.
+    # take 64 to 128 of 255. Better tiles would have to be chosen by measurements on such a chip.
     Target("sm_100", GPUTarget("cuda", 100, 32), 232448, allowed_spills=8),
 )
 
