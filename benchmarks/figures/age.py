@@ -41,6 +41,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "distributed-bytes": ("benchmarks/distributed/bytes_sent.py", "panther/distributed"),
     "distributed-muon": ("benchmarks/distributed/muon.py", "panther/optim"),
     "distributed-overhead": ("benchmarks/distributed/overhead.py", "panther/distributed"),
+    "distributed-processes": ("benchmarks/distributed/processes.py", "panther/distributed"),
     "distributed-scaling": ("benchmarks/distributed/overhead.py", "panther/distributed"),
     "engine-forms": ("benchmarks/engines", "panther/cli/export.py", "panther/integrations/compressed_tensors"),
     "engines-slow-llama-cpp": ("tests/support/llama_engine.py", "panther/integrations/gguf"),
