@@ -475,10 +475,7 @@ class _Gathering:
         self._part: int | None = state.get("part")
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "sums": self._sums, "levels": self._levels, "energy": self._energy,
-            "part": self._part,
-        }  # fmt: skip
+        return {"sums": self._sums, "levels": self._levels, "energy": self._energy, "part": self._part}
 
     def run(self, description: str) -> Iterator[Gathered]:
         """Yield the moments of the sets of targets whose input is the same in each batch."""

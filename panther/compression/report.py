@@ -243,13 +243,7 @@ class CompressionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain numbers, strings, lists and dicts."""
-        properties = (
-            "ratio",
-            "eligible_ratio",
-            "eligible_bytes_before",
-            "eligible_bytes_after",
-            "healed_error",
-        )
+        properties = ("ratio", "eligible_ratio", "eligible_bytes_before", "eligible_bytes_after", "healed_error")
         return asdict(self) | {
             "skipped": [entry._asdict() for entry in self.skipped],
             **{name: getattr(self, name) for name in properties},

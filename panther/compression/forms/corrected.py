@@ -15,14 +15,6 @@ from panther.nn import QuantizedConv2d, QuantizedLinear
 _LARGEST_CORRECTION = 64
 
 
-def _is_one_matrix(target: Target) -> bool:
-    """Return whether the weight is one matrix.
-
-    A low-rank matrix of all groups of channels would have its components in none of the groups' metrics.
-    """
-    return target.groups == 1
-
-
 class CorrectedCodes(Codes):
     """Codes of one width, and a low-rank correction of their error in 8 bits."""
 
@@ -36,8 +28,8 @@ class CorrectedCodes(Codes):
         self.name = f"int{bits}+low_rank"
 
     def accepts(self, target: Target) -> bool:
-        """Return whether the weight is one matrix."""
-        return _is_one_matrix(target)
+        """Return whether the weight is one matrix; components of several would be in none of their metrics."""
+        return target.groups == 1
 
     def stored_bytes(self, target: Target, rank: int, settings: FormSettings) -> int:
         """Return the bytes of codes, scales, zeros and factors; an adapter has factors of the weight's dtype."""
@@ -64,8 +56,8 @@ class Int8LowRank(Form):
     is_quantized = True
 
     def accepts(self, target: Target) -> bool:
-        """Return whether the weight is one matrix."""
-        return _is_one_matrix(target)
+        """Return whether the weight is one matrix; components of several would be in none of their metrics."""
+        return target.groups == 1
 
     def largest_rank(self, target: Target) -> int:
         """Return the smaller dimension of the weight."""

@@ -279,11 +279,7 @@ def _dispatched(
 
 
 def checked_part_modules(
-    model: nn.Module,
-    targets: Sequence[Target],
-    forward: Callable[[], Tensor],
-    rows: Masks,
-    spool: Spool,
+    model: nn.Module, targets: Sequence[Target], forward: Callable[[], Tensor], rows: Masks, spool: Spool
 ) -> list[nn.Module]:
     """Find the modules of the parts, in the order of their calls, and check that they can run one by one.
 

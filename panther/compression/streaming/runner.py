@@ -43,13 +43,7 @@ class StreamingRunner(Runner):
 
     is_streaming = True
 
-    def __init__(
-        self,
-        *args: Any,
-        scratch: Path,
-        source: SourceFiles | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, scratch: Path, source: SourceFiles | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._source = source
         self.spool = spool = Spool(scratch)
@@ -204,12 +198,7 @@ class StreamingRunner(Runner):
             yield Step(number, batch, called, forward, backward, place, completed_now)
 
     def _record(
-        self,
-        parts: Parts,
-        passes: Sequence[tuple[Any, int]],
-        numbers: Sequence[int],
-        place: int,
-        description: str,
+        self, parts: Parts, passes: Sequence[tuple[Any, int]], numbers: Sequence[int], place: int, description: str
     ) -> None:
         """Run the batches forward up to a part, where results are not kept; with a description, commit each part."""
         batches = dict(zip(numbers, (batch for batch, _ in passes), strict=True))
@@ -229,11 +218,7 @@ class StreamingRunner(Runner):
             calls = self.remembered(
                 "parts",
                 lambda: checked_part_modules(
-                    self.model,
-                    targets,
-                    partial(self.output, self.batches[0]),
-                    self.mask(self.batches[0]),
-                    self.spool,
+                    self.model, targets, partial(self.output, self.batches[0]), self.mask(self.batches[0]), self.spool
                 ),
             )
             self._parts = Parts(calls, names, self.spool)
@@ -246,10 +231,7 @@ class StreamingRunner(Runner):
 
 
 def compress_streamed(
-    model: nn.Module,
-    config: CompressConfig,
-    scratch: Path,
-    source: SourceFiles | None = None,
+    model: nn.Module, config: CompressConfig, scratch: Path, source: SourceFiles | None = None
 ) -> CompressionReport:
     """Compress a model in place, as :func:`panther.compress` does, with all that is large in files of ``scratch``.
 

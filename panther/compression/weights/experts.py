@@ -47,13 +47,7 @@ from panther.compression.calibration.batches import Masks
 from panther.compression.calibration.steps import forward_replaced
 from panther.compression.calibration.targets import Further, Target, register_kind
 from panther.compression.forms.base import FormSettings, TargetFit
-from panther.compression.forms.codes import (
-    JOINT_ENTRIES,
-    RoundingTask,
-    fit_quantized,
-    join_weights,
-    sensitivity,
-)
+from panther.compression.forms.codes import JOINT_ENTRIES, RoundingTask, fit_quantized, join_weights, sensitivity
 from panther.compression.forms.metric import Fit, QuantizedFit, factor, metric_of, wide_dtype
 from panther.compression.moments import (
     Call,
