@@ -36,6 +36,8 @@ if torch.version.cuda and not torch.cuda.is_available():
 
 # Workers of Ray run at a niceness of 15, and starve beside the tests of another process.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Tests compress with clocks of their own, and neither read nor write the speeds in the user's cache.
+os.environ["PANTHER_SPEEDS"] = "off"
 # Each brings an LLVM: Triton's ends a process that has TensorFlow's, which Keras imports where it finds it.
 if find_spec("tensorflow") and find_spec("triton"):
     importlib.import_module("triton")

@@ -219,7 +219,7 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is half
             of the free memory of the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
         seed: Seed of random directions, sketches and healing; None draws one from torch's default CPU generator.
-        measure_speed: Whether to time the layers and the model before and after.
+        measure_speed: Whether to time the layers, whose times are kept on disk, and the model before and after.
         progress: Whether to show progress on standard error; None shows it on a terminal.
 
     Returns:
@@ -238,7 +238,7 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
             the predicted one.
 
     Cost: forward and backward over the batches for each pass, with global forms also for 128 samples (at most 32
-    times), and about eight forwards over the held-out batches; for times a fraction of a second for each form of each
+    times), and about eight forwards over the held-out batches; for times a fraction of a second for each new form of a
     shape of layer; n^2 and m^2 numbers in float64 for an (m, n) weight within a pass, one SVD a weight, and for each of
     one to three widths ``2 m n (m + n)`` flops a weight.
     Weights are fitted a second time, with a larger ridge, where the error on the held-out batches is over three times

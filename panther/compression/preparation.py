@@ -34,19 +34,9 @@ from panther.compression.forms import (
     least_bytes,
     total_loss,
 )
-from panther.compression.forms.codes import (
-    JOINT_ENTRIES,
-    LOSS_PER_BIT,
-    RoundingTask,
-    fit_quantized,
-)
+from panther.compression.forms.codes import JOINT_ENTRIES, LOSS_PER_BIT, RoundingTask, fit_quantized
 from panther.compression.forms.metric import RIDGE, Fit, QuantizedFit, factor, metric_of, wide_dtype
-from panther.compression.moments import (
-    Gathered,
-    check_calibration,
-    gather_moments,
-    split_passes,
-)
+from panther.compression.moments import Gathered, check_calibration, gather_moments, split_passes
 from panther.compression.selection.allocation import (
     BYTES,
     CHOOSERS,
@@ -132,7 +122,7 @@ def prepare(runner: Runner, config: CompressConfig, seed: int) -> Prepared:
     options: Options = {target: settings.options(target) for target in survey.targets}
     timing, speed_target = None, None
     if config.speed_setting is not None or (config.avoids_slower and config.measure_speed and runner.held_out):
-        times = time_layers(runner, survey.targets, settings)
+        times = time_layers(runner, survey.targets, settings, anew=config.is_by_time)
         timing = Timing(times, allow_slower=config.allow_slower is not False, by_time=config.is_by_time)
         options = {target: timing.fast_options(target, options[target]) for target in options}
     if timing is not None and config.is_by_time:
@@ -443,10 +433,7 @@ class _Weights:
         self.options_with_losses.update(options)
 
     def fit_part(
-        self,
-        part: Gathered,
-        plan: Mapping[Target, Sequence[int]],
-        over: Callable[[Sequence[Target]], Iterable[Target]],
+        self, part: Gathered, plan: Mapping[Target, Sequence[int]], over: Callable[[Sequence[Target]], Iterable[Target]]
     ) -> dict[Target, Sequence[Option]]:
         """Fit the weights of a part, empty its moments, and return the options; ``over`` shows the progress."""
         moments = part.moments

@@ -5,7 +5,7 @@ therefore signed with a key of the user, which is kept outside of all such folde
 file that was copied, moved, changed, or written by another user is refused.
 """
 
-__all__ = ["read_signed", "write_signed"]
+__all__ = ["cache_folder", "read_signed", "write_signed"]
 
 import hashlib
 import hmac
@@ -54,12 +54,17 @@ def _signature(path: Path, text: str) -> str:
     return hmac.new(_key(), place + b"\0" + text.encode(), hashlib.sha256).hexdigest()
 
 
+def cache_folder() -> Path:
+    """Return the folder in which this user's key is; raise RuntimeError if there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "panther"
+
+
 @cache
 def _key() -> bytes:
     """Return the key of this user, which is made at the first use. Where it cannot be kept, the process has its own."""
     new = secrets.token_bytes(_KEY_BYTES)
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "panther"
+        folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (folder / _KEY).exists():
             descriptor, name = tempfile.mkstemp(dir=folder)  # which nobody else can read

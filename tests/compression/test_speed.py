@@ -2,7 +2,10 @@
 
 import copy
 import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from panther.compression.selection import timing, trials
 from panther.compression.selection.allocation import choose_global, choose_uniform, seconds
 from panther.compression.selection.timing import Times
 from panther.errors import CompressionError, PerformanceWarning
+from panther.files import signed
 from panther.nn import QuantizedLinear
 
 
@@ -192,7 +196,7 @@ def test_options_that_exclude_each_other(options, kind, message):
 def slow(*names):
     """Return a stand-in for ``time_layers`` to which the named forms are half as fast as dense."""
 
-    def timed(runner, targets, forms):
+    def timed(runner, targets, forms, anew):
         return {
             target: Times(1.0, {name: ([0], [2.0 if name in names else 0.9]) for name in forms.names})
             for target in targets
@@ -258,10 +262,144 @@ def test_slow_layers_are_warned_of_unless_allowed(monkeypatch):
         seconds, _ = fast(old, new, *rest, **more)
         return seconds, 0.5
 
-    monkeypatch.setattr(trials, "compare_speed", halved)
+    for module in (timing, trials):
+        monkeypatch.setattr(module, "compare_speed", halved)
     with pytest.warns(PerformanceWarning, match="slowest at 0.50 of their speed: allow_slower=False keeps such layers"):
         compress(network(), bits=5, forms="int4")
     compress(network(), bits=5, forms="int4", allow_slower=True)  # warnings are errors
+
+
+@pytest.fixture
+def speed_files(tmp_path, monkeypatch):
+    """The folder in which speeds are kept, which is empty."""
+    monkeypatch.delenv("PANTHER_SPEEDS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    signed._key.cache_clear()
+    yield tmp_path / "panther/speeds"
+    signed._key.cache_clear()
+
+
+def set_clock(monkeypatch, *speed):
+    """Let every measurement give these seconds and this ratio, or fail if none are given."""
+
+    def measured(*_):
+        assert speed, "measured although the speed is on disk"
+        return speed
+
+    monkeypatch.setattr(timing, "compare_speed", measured)
+
+
+def speed_of_codes(linear=nn.Linear, rows=4, further=((), {}), **options):
+    (target,) = select_targets(nn.Sequential(linear(48, 64)), include=linear).targets
+    layer = QuantizedLinear(48, 64, bits=4)
+    return timing.speed_of(target, target.modules[0], layer, torch.zeros(rows, 48), further, **options)
+
+
+def test_speeds_on_disk_make_the_choice_of_the_measured_ones(count, speed_files, monkeypatch):
+    models = network(), network()
+    report = compress(models[0], bits=5)
+    set_clock(monkeypatch)
+    again = compress(models[1], bits=5)
+    assert again.layers == report.layers
+    assert all(layer.speedup and layer.time_s for layer in report.layers if layer.form != "dense")
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(AssertionError, match="although the speed is on disk"):
+        compress(network(), speedup=1.2)  # whose seconds are those of the present
+    monkeypatch.setenv("PANTHER_SPEEDS", "off")
+    with pytest.raises(AssertionError, match="although the speed is on disk"):
+        compress(network(), bits=5)
+
+
+def test_speeds_hold_for_one_call_on_one_processor(speed_files, monkeypatch):
+    set_clock(monkeypatch, 1.0, 2.0)
+    assert speed_of_codes() == speed_of_codes() == (1.0, 2.0)
+    set_clock(monkeypatch, 3.0, 4.0)
+    assert speed_of_codes() == (1.0, 2.0)
+    assert speed_of_codes(rows=5) == (3.0, 4.0)
+    monkeypatch.setattr(timing, "_processor", lambda device: "another")
+    assert speed_of_codes() == (3.0, 4.0)
+    monkeypatch.undo()
+
+
+def test_a_speed_that_is_measured_anew_is_kept(speed_files, monkeypatch):
+    for dense_s in (1.0, 2.0):
+        set_clock(monkeypatch, dense_s, 1.0)
+        assert speed_of_codes(anew=True) == (dense_s, 1.0)
+    set_clock(monkeypatch)
+    assert speed_of_codes() == (2.0, 1.0)
+
+
+class OwnLinear(nn.Linear):
+    """A layer whose code can change between two runs."""
+
+
+@pytest.mark.parametrize("options", [{"linear": OwnLinear}, {"further": ((torch.zeros(1),), {})}])
+def test_speeds_that_depend_on_what_no_name_says_are_not_kept(speed_files, monkeypatch, options):
+    set_clock(monkeypatch, 1.0, 2.0)
+    assert speed_of_codes(**options) == (1.0, 2.0)
+    assert not speed_files.exists()
+
+
+def flip(data):
+    return data[:70] + bytes([data[70] ^ 1]) + data[71:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(flip(path.read_bytes())),
+        lambda path: path.write_bytes(b"\xff" * 99),
+        lambda path: path.write_text("[0.5, 0.5]"),
+        lambda path: path.write_bytes(max(path.parent.iterdir(), key=lambda other: other != path).read_bytes()),
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: (path.unlink(), path.symlink_to(path.name)),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.parents[1] / "signing-key").write_bytes(b"short"),
+        lambda path: (path.parents[1] / "signing-key").write_bytes(bytes(32)),
+    ],
+)
+def test_damaged_and_foreign_files_are_measured_again(speed_files, monkeypatch, damage):
+    set_clock(monkeypatch, 1.0, 2.0)
+    speed_of_codes(rows=5)
+    others = set(speed_files.iterdir())
+    speed_of_codes()
+    (path,) = set(speed_files.iterdir()) - others
+    damage(path)
+    signed._key.cache_clear()  # as in another process
+    set_clock(monkeypatch, 3.0, 4.0)
+    assert speed_of_codes() == (3.0, 4.0)
+    assert {path, *others} == set(speed_files.iterdir())
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("obstacle", ["no home", "no folder", "full disk"])
+def test_speeds_are_measured_where_no_file_can_be_written(speed_files, monkeypatch, obstacle):
+    if obstacle == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+    elif obstacle == "no folder":
+        speed_files.parent.touch()
+    else:
+        monkeypatch.setattr(signed, "write_text", lambda *_: os.write(-1, b""))
+    for speed in ((1.0, 2.0), (3.0, 4.0)):
+        set_clock(monkeypatch, *speed)
+        assert speed_of_codes() == speed
+
+
+def test_files_that_are_written_at_once_are_complete(speed_files, monkeypatch):
+    numbers = itertools.count(1)
+    monkeypatch.setattr(timing, "compare_speed", lambda *_: (float(next(numbers)), 2.0))
+    with ThreadPoolExecutor(4) as pool:
+        speeds = list(pool.map(lambda number: speed_of_codes(anew=number % 2 == 0), range(40)))
+    assert all(ratio == 2.0 for _, ratio in speeds)
+    assert 20 <= next(numbers) <= 25  # the first readers may find no file; later ones find complete files
+    assert len(list(speed_files.iterdir())) == 1
 
 
 @pytest.mark.slow

@@ -2,18 +2,28 @@
 
 Nothing has to be fitted for this, because layers of random numbers take as long as fitted ones. Layers of equal shapes
 that read inputs of equal shapes share one measurement. Times are measured at a few ranks and interpolated linearly.
+
+Measurements of torch's layers are kept on disk, because they take a quarter of the time of a compression. Each has a
+file of its own in the user's cache, which is replaced as a whole, and signed: a file that is damaged, or was written
+on another machine, is measured again.
 """
 
-__all__ = ["SLOWER", "Times", "Timing", "compare_speed", "time_layers"]
+__all__ = ["SLOWER", "Times", "Timing", "compare_speed", "speed_of", "time_layers"]
 
+import hashlib
 import math
+import os
+import platform
 import statistics
+import sys
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +33,9 @@ from panther.compression.calibration.runner import Runner
 from panther.compression.calibration.steps import hooked
 from panther.compression.calibration.targets import Further, Target
 from panther.compression.forms import DENSE, FormSettings, Option, form_named
+from panther.errors import FormatError
+from panther.files.signed import cache_folder, read_signed, write_signed
+from panther.kernels import backend, has_compiled_kernel
 
 _SAMPLE_S = 5e-4  # calls are repeated for this time between two readings of the clock, because readings take time
 _MAX_REPEATS = 1000
@@ -30,6 +43,8 @@ _PAIR_S = 0.2  # time for one form of a layer, unless the smallest number of rou
 _ROUNDS = (3, 9)  # smallest and largest number of rounds
 _SHARES = (0.0, 0.35, 1.0)  # places in the list of ranks at which a form is timed
 SLOWER = 0.8  # a form is slower if it has less than this share of the dense layer's speed; a ratio near 1 can be noise
+_CPU_LINES = ("model", "cpu family", "stepping", "cache size", "flags", "Features", "CPU")  # of /proc/cpuinfo
+_KNOWN = ("torch.nn.", "panther.nn.")
 _SAME_TIME = 1.02  # times of two widths that differ by less than this factor are equal up to noise
 
 
@@ -107,8 +122,13 @@ class Timing:
         return Option(DENSE, target.dense_bytes, error=0.0, time_s=self.times[target].dense_s)
 
 
-def time_layers(runner: Runner, targets: Sequence[Target], settings: FormSettings) -> dict[Target, Times]:
-    """Return the times of all forms of each target in the first held-out batch, the mean over the ranks of a group."""
+def time_layers(
+    runner: Runner, targets: Sequence[Target], settings: FormSettings, *, anew: bool = True
+) -> dict[Target, Times]:
+    """Return the times of all forms of each target in the first held-out batch, the mean over the ranks of a group.
+
+    Only if not ``anew``, measurements on disk are used, because their ratios hold for longer than their seconds.
+    """
     samples: dict[Any, tuple[Target, nn.Module, Tensor, Further]] = {}
     calls: dict[Target, Counter[Any]] = {target: Counter() for target in targets}
 
@@ -123,12 +143,8 @@ def time_layers(runner: Runner, targets: Sequence[Target], settings: FormSetting
     measured: dict[Any, list[float]] = {}
     for key, (target, module, x, further) in runner.over(samples.items(), "time of forms"):
         # One new layer at a time, because all of them could take more memory than the dense model.
-        pairs = [
-            compare_speed(
-                _call(module, x, further), _call(_random_layer(target, module, option, settings), x, further), x.device
-            )
-            for option in plans[target]
-        ]
+        layers = (form_named(option.form).random_layer(target, module, option, settings) for option in plans[target])
+        pairs = [speed_of(target, module, layer, x, further, anew=anew) for layer in layers]
         dense_s = statistics.median(old for old, _ in pairs)
         measured[key] = [dense_s, *(dense_s / ratio for _, ratio in pairs)]
     table = [torch.zeros(1 + len(plan), dtype=torch.float64) for plan in plans.values()]
@@ -147,10 +163,6 @@ def _key(target: Target, module: nn.Module, x: Tensor) -> Any:
         return type(module), weight.shape, weight.stride(), weight.dtype, x.dtype
     bias, geometry = getattr(module, "bias", None) is not None, target.kind.geometry(module)
     return type(module), weight.shape, weight.stride(), weight.dtype, bias, geometry, x.shape, x.stride(), x.dtype
-
-
-def _random_layer(target: Target, module: nn.Module, option: Option, settings: FormSettings) -> nn.Module:
-    return form_named(option.form).random_layer(target, module, option, settings)
 
 
 def _plan(target: Target, settings: FormSettings) -> list[Option]:
@@ -176,9 +188,49 @@ def _times(plan: Sequence[Option], dense_s: float, *seconds: float) -> Times:
     return Times(dense_s, curves)
 
 
-def _call(layer: nn.Module, x: Tensor, further: Further) -> Callable[[], Any]:
+def speed_of(
+    target: Target, module: nn.Module, layer: nn.Module, x: Tensor, further: Further, *, anew: bool = False
+) -> tuple[float, float]:
+    """Return the seconds of a layer of the target for an input, and how many times faster the new layer is.
+
+    Unless ``anew``, the measurement of an equal call is read from disk, if there is one. ``PANTHER_SPEEDS=off`` neither
+    reads nor writes files.
+    """
     args, kwargs = further
-    return lambda: layer.forward(x, *args, **kwargs)  # `forward`, because the old layer may have hooks of the user
+    # `forward`, because calling the old layer would call its hooks.
+    old, new = (partial(each.forward, x, *args, **kwargs) for each in (module, layer))
+    # The key has neither the code of other classes nor what further arguments hold.
+    is_known = not any(further) and all(type(each).__module__.startswith(_KNOWN) for each in (module, layer))
+    path = None
+    with suppress(OSError, RuntimeError, FormatError):  # There is no home, or the file is damaged.
+        if is_known and os.environ.get("PANTHER_SPEEDS") != "off":
+            tensors = [(name, value.shape, value.dtype) for name, value in layer.state_dict().items()]
+            key = _key(target, module, x), module, layer, tensors, _processor(x.device), torch.get_num_threads()
+            settings = has_compiled_kernel(), backend(), torch.get_float32_matmul_precision()
+            path = cache_folder() / "speeds" / hashlib.sha256(repr((key, settings)).encode()).hexdigest()[:32]
+            if not anew and path.exists():
+                dense_s, ratio = read_signed(path)
+                return dense_s, ratio
+    speed = compare_speed(old, new, x.device)
+    if path is not None:
+        with suppress(OSError, FormatError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_signed(path, speed)
+    return speed
+
+
+@lru_cache
+def _processor(device: torch.device) -> str:
+    """Return the name of a processor, and a checksum of all that it runs."""
+    name: Any = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor(), platform.node())
+    if device.type == "cpu":
+        with suppress(OSError):  # Only Linux has this file.
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            name = list(dict.fromkeys(line for line in lines if line.startswith(_CPU_LINES)))
+    folders = [Path(str(sys.modules[name].__file__)).parent for name in ("panther.kernels", "panther.nn")]
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.*")) if path.suffix in (".py", ".cpp")]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in (*sources, Path(__file__))))
+    return repr((name, torch.__version__, torch.backends.cpu.get_cpu_capability(), code.hexdigest()))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from panther.compression.calibration.steps import Receive, Step, hooked, watched
 from panther.compression.calibration.targets import Further, Survey, Target, replace_modules
 from panther.compression.forms import Choice, Fits, Option, Options, Replacement, form_named
 from panther.compression.forms.low_rank import convert_seeded
-from panther.compression.selection.timing import compare_speed
+from panther.compression.selection.timing import compare_speed, speed_of
 from panther.errors import CompressionError
 
 
@@ -310,9 +310,7 @@ def _measure_layers(
         sums_of[target][0] += squares(counted(new(x, *args, **kwargs) - output, of, module))
         sums_of[target][1] += squares(counted(output, of, module))
         if speed and target not in timings:
-            # `forward`, because calling the module would call this hook again.
-            call, new_call = (partial(layer, x, *args, **kwargs) for layer in (module.forward, new))
-            old_s, speedup = compare_speed(call, new_call, x.device)
+            old_s, speedup = speed_of(target, module, new, x, further)
             timings[target] = speedup, old_s / speedup
 
     with hooked(targets, hook, masks_of=lambda: masks):
