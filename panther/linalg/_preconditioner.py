@@ -140,7 +140,7 @@ def condition(R: Tensor, seed: int) -> float:
     if not bool((R.diagonal() != 0).all()):
         return math.inf
     generator = torch.Generator().manual_seed(seed)
-    large = small = torch.randn(len(R), 4, generator=generator, dtype=torch.float64).to(R)
+    large = small = torch.randn(len(R), 4, generator=generator, dtype=torch.float64, device="cpu").to(R)
     for _ in range(_POWERS):
         large = R.mT @ _unit(R @ large)
         small = torch.linalg.solve_triangular(R.mT, _unit(small), upper=False)
