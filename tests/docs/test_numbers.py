@@ -158,7 +158,7 @@ WHICH_TOOL = [
     ("its loss is {} % higher", lambda: 100 * smollm2("loss_ratio") - 100, 0),
     ("transformer of text has a loss of {}, and", lambda: mean_loss("dense, narrower"), 3),
     ("a sketched one of as many bytes {}", lambda: mean_loss("sketched"), 3),
-    ("in each layer the loss is {}", lambda: mean_loss("sketched"), 3),
+    ("and Muon the loss is {}", lambda: mean_loss("sketched"), 3),
     ("Plain low-rank layers reach {}", lambda: mean_loss("low rank"), 3),
     ("A step sends {} times fewer bytes than dense", lambda: fewer_bytes("data parallel, ddp"), 1),
     ("pair sends {} times fewer bytes than of a dense", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
@@ -170,7 +170,6 @@ WHICH_TOOL = [
     ("16384 x 512: {} times", pivoted_qr, 2),
     ("1e8: {} times as fast as torch's gels", least_squares, 1),
     ("to 1024 rows: {} times as fast as scikit-learn's", sparse_sketch, 1),
-    ("measured peak in {} of 24 layouts", lambda: predicted(STEPS, "memory_ratio", within=0.105), 0),
 ]
 ADVISOR = [
     ("the two cores, {} of 12", lambda: predicted(STEPS, "fastest_ratio", processes="4"), 0),
@@ -183,7 +182,7 @@ FIRST_PAGES = [
     ("its layers keeps {} in", lambda: one(WITH_EMBEDDINGS, "correlation", method="GPTQ+embeddings, 4 bits"), 3),
     ("in {} MB and", lambda: one(WITH_EMBEDDINGS, "file_mb", method="GPTQ+embeddings, 4 bits"), 1),
     ("MB and {} in", lambda: one(WITH_EMBEDDINGS, "correlation", method="GPTQ+embeddings, 5 bits"), 3),
-    ("has a loss of {};", lambda: mean_loss("sketched"), 3),
+    ("has a loss of {} nats;", lambda: mean_loss("sketched"), 3),
     ("which are faster, {};", lambda: mean_loss("low rank"), 3),
     ("network of equal bytes has {}", lambda: mean_loss("dense, narrower"), 3),
     ("a step takes {} s dense", lambda: slow_link("dense, ddp", "step_ms"), 2),
