@@ -16,7 +16,7 @@ from torch import Tensor
 
 from panther.errors import ShapeError, check_size
 from panther.linalg._cqrrpt import cqrrpt
-from panther.linalg._rangefinder import check_goal, check_rank, sign_matrix
+from panther.linalg._rangefinder import check_goal, check_rank, sign_matrix, warn_above_tol
 from panther.linalg._svd import randomized_svd
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm
@@ -102,6 +102,9 @@ def interpolative(
         ShapeError: If A is sharded over several ranks.
         ValueError: If neither k nor tol is given, tol is outside [0, 1), or ``dim`` is neither of both dimensions.
 
+    Warns:
+        NumericalWarning: If k, or rounding, keeps the result from the tolerance.
+
     Cost: products of A with ``2 k + oversample`` columns, a pivoted QR of the sketch, ``2 n (k + oversample)^2``, and
     ``6 m k^2`` flops; k more columns for each round of exchanges, which are rare. A tolerance takes up to twice as
     much. Memory beyond A: ``(m + n) (k + oversample)``.
@@ -165,17 +168,20 @@ def _select(
     """Return the indices of columns, the coefficients of all columns, and the selected columns."""
     n, k = operand.shape[1], most
     width = most if tol is None else min(most, _FIRST_WIDTH)
-    probed, allowed = None, 0.0
+    probed, norm = None, 0.0
     if tol is not None:
         probed, values = operand.matmul(operand.probes(_PROBES, seed) / math.sqrt(_PROBES)), operand.values
-        allowed = tol * float(probed.double().norm() if values is None else frobenius_norm(values))
+        norm = float(probed.double().norm() if values is None else frobenius_norm(values))
     while True:
         order, rank = _pivots(operand, width, oversample, seed)
         Q, R = cholesky_qr(_columns(operand, order[:rank]))
-        if probed is None:
+        if tol is None or probed is None:
             break
-        k, enough = _needed(Q, probed, allowed)
-        if enough or width == most or rank < width:
+        k, residual = _needed(Q, probed, tol * norm)
+        if residual <= tol * norm or width == most or rank < width:
+            if residual > tol * norm:
+                limit = f"k={most}" if rank == most < min(operand.shape) else None
+                warn_above_tol(tol, residual / norm, operand.dtype, limit, stacklevel=5)
             rank = k
             break
         width = min(most, 2 * width)
@@ -191,13 +197,13 @@ def _select(
     return order[:k], T, _columns(operand, order[:k])
 
 
-def _needed(Q: Tensor, probed: Tensor, allowed: float) -> tuple[int, bool]:
-    """Return how many columns of Q bring the residual of probes to the allowed norm, and whether any number does."""
+def _needed(Q: Tensor, probed: Tensor, allowed: float) -> tuple[int, float]:
+    """Return how many columns of Q bring the residual of probes to the allowed norm, and the norm with all columns."""
     inside = Q.mT @ probed
     shares = torch.cat(((probed - Q @ inside).double().norm()[None], inside.double().norm(dim=1).flip(0))).square()
     residuals = shares.cumsum(0)  # by number of columns, from all down to none
     short = residuals > allowed**2
-    return min(int(short.sum()), Q.shape[1]), not bool(short[0])
+    return min(int(short.sum()), Q.shape[1]), float(shares[0].sqrt())
 
 
 def _exchange(order: Tensor, C: Tensor) -> bool:  # (n,), (n - r, r)

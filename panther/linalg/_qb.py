@@ -7,14 +7,13 @@ Each block of Q reduces the squared residual by the squares of its rows of B. On
 __all__ = ["QBResult", "qb"]
 
 import math
-import warnings
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from panther.errors import NumericalWarning, check_size
-from panther.linalg._rangefinder import check_goal, check_n_iter
+from panther.errors import check_size
+from panther.linalg._rangefinder import check_goal, check_n_iter, warn_above_tol
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver, frobenius_norm, times_two_to, unsafe_power
 from panther.linalg.orthogonal import add_to_basis, rotate
@@ -86,7 +85,7 @@ def qb(
         ValueError: If neither k nor tol is given, or tol is outside [0, 1).
 
     Warns:
-        NumericalWarning: If k is None and rounding keeps even full rank from the tolerance.
+        NumericalWarning: If k, or rounding, keeps the result from the tolerance.
 
     Cost: ``2 n_iter + 2`` products of A with r columns, and ``4 (n_iter + 1) m r^2`` flops to keep Q orthonormal.
 
@@ -121,12 +120,9 @@ def qb(
             new, new_bt = residual.reduce(new, new_bt)
             met = residual.met
         Q, Bt = torch.cat((Q, new), -1), torch.cat((Bt, new_bt), -1)
-    if residual is not None and k is None and not met:
-        warnings.warn(
-            f"tol={tol} is below what {operand.dtype} can reach, {residual.relative:.1e} here: use a larger one",
-            NumericalWarning,
-            stacklevel=3,
-        )
+    if tol is not None and residual is not None and not met:
+        limit = f"k={k}" if most < min(operand.shape[-2:]) else None
+        warn_above_tol(tol, residual.relative, operand.dtype, limit)
     result = QBResult(Q, Bt.mT)
     operand.check_finite(result.B)
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result

@@ -2,16 +2,17 @@ r"""Orthonormal bases that contain most of a matrix: subspace iteration and bloc
 
 __all__ = [
     "SearchOptions", "check_goal", "check_n_iter", "check_rank", "check_tol", "krylov_blocks", "rangefinder",
-    "sign_matrix",
+    "sign_matrix", "warn_above_tol",
 ]  # fmt: skip
 
+import warnings
 from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError, check_size
+from panther.errors import NumericalWarning, ShapeError, check_size
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, check_number, driver
 from panther.linalg.orthogonal import add_to_basis
@@ -144,3 +145,10 @@ def check_tol(tol: float | None) -> float | None:
     if tol is None:
         return None
     return check_number("tol", tol, "in [0, 1), relative to the norm of A", lambda number: 0 <= number < 1, "1e-3")
+
+
+def warn_above_tol(tol: float, reached: float, dtype: torch.dtype, limit: str | None, stacklevel: int = 4) -> None:
+    """Warn that ``limit``, such as "k=20", keeps a result from its tolerance, or the rounding of ``dtype`` if None."""
+    reason = f"below what {dtype} can reach" if limit is None else f"not reached with {limit}"
+    fix = "use a larger one" if limit is None else "raise either"
+    warnings.warn(f"tol={tol} is {reason}, {reached:.1e} here: {fix}", NumericalWarning, stacklevel)

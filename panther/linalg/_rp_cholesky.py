@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_floating, check_size
-from panther.linalg._rangefinder import check_tol
+from panther.linalg._rangefinder import check_tol, warn_above_tol
 from panther.linalg.operand import as_dense, check_finite, driver
 from panther.sketch import check_seed
 
@@ -66,6 +66,9 @@ def rp_cholesky(
         TypeError: If A is neither a dense matrix nor a function, or is a function without diagonal.
         ValueError: If A is not symmetric and semidefinite, to the root of eps, or ``tol`` is outside [0, 1).
 
+    Warns:
+        NumericalWarning: If ``rank``, or rounding, keeps the result from the tolerance.
+
     Cost: ``2 n k^2`` flops and k columns of A, and mostly 1 to 40 % more columns, which are rejected.
 
     Example:
@@ -96,7 +99,8 @@ def rp_cholesky(
         raise ShapeError(f"rank={rank} must be at most n = {n}: use rank={n}")
     generator = np.random.Generator(np.random.Philox(key=check_seed(seed)))
     remaining = diagonal.to(torch.float64, copy=True)
-    target = (check_tol(tol) or 0.0) * float(remaining.sum())
+    tol, trace = check_tol(tol), float(remaining.sum())
+    target = (tol or 0.0) * trace
     largest = float(remaining.abs().max()) if n else 0.0
     # Kernels of distances that are computed by products, as in torch.cdist, are indefinite to more than rounding.
     floor, indefinite = _ROUNDING * eps * largest, math.sqrt(eps) * largest
@@ -130,6 +134,8 @@ def rp_cholesky(
         remaining -= new.double().square().sum(1)
         remaining[proposals[accepted]] = 0.0
         pivots += proposals[accepted].tolist()
+    if tol is not None and (left := float(remaining.sum())) > target:
+        warn_above_tol(tol, left / trace, dtype, f"rank={rank}" if k == rank < n else None)
     indices = torch.tensor(pivots, dtype=torch.int64, device=F.device)
     return RPCholeskyResult(F[:, :k].contiguous(), indices, remaining.sum().to(dtype))
 

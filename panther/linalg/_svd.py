@@ -20,6 +20,7 @@ from panther.linalg._rangefinder import (
     check_tol,
     krylov_blocks,
     sign_matrix,
+    warn_above_tol,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.operand import Operand, as_operand, driver
@@ -99,6 +100,9 @@ def randomized_svd(
     Raises:
         ValueError: If tol is outside [0, 1).
 
+    Warns:
+        NumericalWarning: If k, or rounding, keeps the result from the tolerance.
+
     Cost: products of A with 2 d columns and about ``6 (m + n) d^2`` flops more in float64, d the dimension of the
     search space: with "auto" 1.2 to 2 times ``k + oversample`` mostly, at most 3.6 times.
 
@@ -122,7 +126,7 @@ def randomized_svd(
     if tol is None:
         U, S, V = space.triplets(k, operand.dtype)
     else:
-        U, S, V = space.triplets_by_qr(lambda S: min(k, _rank(operand, space, S, tol, seed)))
+        U, S, V = space.triplets_by_qr(lambda S: _rank(operand, space, S, k, tol, seed))
     S = S * space.scale[..., 0]
     U, S, V = U.to(operand.dtype), S.to(operand.dtype), V.to(operand.dtype)
     operand.check_finite(S)
@@ -162,8 +166,8 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
     return grow(operand, sign_matrix(operand.mT, block, seed), k, None if iterations is None else blocks)
 
 
-def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:
-    """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
+def _rank(operand: Operand, space: KrylovSpace, S: Tensor, k: int, tol: float, seed: int) -> int:
+    """Return the least number of triplets, at most k, whose residual is within the tolerance for every batch entry."""
     omega = operand.probes(_TOL_PROBES, seed)
     inner = omega.double() if space.P is None else space.P.mT @ omega.double()
     outside = operand.matmul(omega).double() / space.scale - space.Y @ inner
@@ -171,4 +175,9 @@ def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int
     tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)
     tails += operand.ranks.sum(outside.square().sum((-1, -2)))[..., None] / _TOL_PROBES
     short = tails > tol**2 * tails[..., :1]  # (*batch, d + 1), by number of triplets, from 0
-    return int(short.sum(-1).amax()) if short.numel() else 0
+    rank = int(short.sum(-1).amax()) if short.numel() else 0
+    if rank > k:
+        reached = float((tails[..., k] / tails[..., 0]).nan_to_num().amax().sqrt())
+        limit = f"k={k}" if k < min(operand.shape[-2:]) else None
+        warn_above_tol(tol, reached, operand.dtype, limit, stacklevel=7)  # names the caller of randomized_svd
+    return min(k, rank)

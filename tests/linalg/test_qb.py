@@ -22,7 +22,7 @@ from matrices import (
 from tolerances import factorisation
 
 from panther.errors import NumericalWarning, PantherError, ShapeError
-from panther.linalg import ErrorEstimate, estimate_error, qb, rangefinder
+from panther.linalg import ErrorEstimate, estimate_error, interpolative, qb, randomized_svd, rangefinder, rp_cholesky
 
 
 def relative_error(A, Q, B):
@@ -63,7 +63,18 @@ def test_a_tolerance_below_rounding_is_said(dtype):
     with pytest.warns(NumericalWarning, match="is below what torch.float.. can reach, [0-9.]+e-[0-9]+ here"):
         Q, _ = qb(gaussian(60, 50, dtype=dtype), tol=torch.finfo(dtype).eps / 100, seed=0)
     assert Q.shape[-1] == 50
-    qb(gaussian(60, 50, dtype=dtype), 10, torch.finfo(dtype).eps / 100)  # the rank was asked for: no warning
+
+
+@pytest.mark.parametrize("driver", [qb, randomized_svd, interpolative, rp_cholesky])
+@pytest.mark.parametrize("tol", [0.01, 0.0])
+def test_a_limit_that_is_too_small_for_the_tolerance_is_said(driver, tol):
+    A = torch.diag(torch.arange(1, 81.0, dtype=torch.float64) ** -0.5)
+    with pytest.warns(
+        NumericalWarning, match=rf"^tol={tol} is not reached with (k|rank)=20, [3-6]\.\de-01 here"
+    ) as raised:
+        driver(A, 20, tol=tol, seed=0)
+    assert [warning.filename for warning in raised] == [__file__]
+    assert driver(A, 80, tol=0.01, seed=0)[0].shape[-1] >= 79
 
 
 @pytest.mark.parametrize("tol", [0.3, 1e-3, 1e-10])
@@ -85,7 +96,8 @@ def test_the_rank_of_a_batch_is_that_of_its_hardest_entry():
 
 def test_k_bounds_the_tolerance():
     A = gaussian(90, 80)
-    assert_qb(A, qb(A, 13, 1e-3, block_size=5, seed=0), 13)
+    with pytest.warns(NumericalWarning, match="k=13"):
+        assert_qb(A, qb(A, 13, 1e-3, block_size=5, seed=0), 13)
     assert_qb(A, qb(A, 80, 0.99, seed=0), qb(A, tol=0.99, seed=0).Q.shape[-1])
 
 
@@ -99,6 +111,7 @@ def test_scale_does_not_matter():
             assert torch.allclose(Q @ B / scale, expected.Q @ expected.B)
 
 
+@pytest.mark.filterwarnings("ignore:tol=1e-09 is not reached")
 def test_every_kind_of_matrix():
     for tol in [0.5, 1e-9, None]:
         for name in LAYOUTS:
@@ -114,6 +127,7 @@ def test_every_kind_of_matrix():
             assert exact / 2 < float(error.frobenius) < 2 * exact < 2 * float(error.upper)
 
 
+@pytest.mark.filterwarnings("ignore:tol=.* is not reached")
 def test_error_estimates_and_seeds():
     A = gaussian(120, 90)
     state = torch.get_rng_state()
