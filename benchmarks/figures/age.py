@@ -64,6 +64,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "benchmarks/train/optimizer_tasks.py",
         "panther/optim",
     ),
+    "layers-characters": (
+        "benchmarks/train/trial_layers.py",
+        "benchmarks/train/trial_optimizers.py",
+        "benchmarks/train/optimizer_tasks.py",
+        "panther/nn/linear.py",
+    ),
     "linearize": (
         "benchmarks/compress/trial_linearize.py",
         "panther/compression/linearization",
