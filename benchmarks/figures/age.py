@@ -57,6 +57,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "frontier": ("benchmarks/compress/trial_frontier.py", *_COMPRESSION),
     "frontier-speed": ("benchmarks/compress/trial_frontier_speed.py", *_COMPRESSION, "kernels/cpu"),
     "host": ("benchmarks/gpu/host.py", "kernels/ops", "kernels/_triton"),
+    "gguf": ("benchmarks/compress/trial_gguf.py", "panther/integrations/gguf", *_COMPRESSION),
     "interpolative": ("benchmarks/layers/interpolative.py", "panther/nn/interpolative.py"),
     "kernel_resources": ("benchmarks/gpu/kernel_resources.py", "benchmarks/gpu/kernel_cases.py", "kernels/_triton"),
     "default-optimizers": (
