@@ -46,7 +46,7 @@ def init(kind, *options, script="train.py", arguments=()):
     assert main(["init", kind, *options, script, *arguments]) == 0
 
 
-# The schema of a RayJob, of which KubeRay publishes none: a type, a list of one schema, or a dict of fields, where a !
+# The schema of a RayJob, which KubeRay does not publish: a type, a list of one schema, or a dict of fields, where a !
 # marks those that are required. tests/cli/test_init_schemas.py has the schemas that are published, of the other files.
 RAY_POD = {"!spec": dict}
 RAYJOB = {

@@ -92,7 +92,7 @@ def read(folder, kind, model, how="as it is"):
 
 
 def errors_of(*args):
-    """Return the errors that :func:`read` prints, of which there are two with an adapter."""
+    """Return the errors that :func:`read` prints: two, with an adapter."""
     result = read(*args)
     assert result.returncode == 0, result.stderr
     return [float(line) for line in result.stdout.splitlines()]
