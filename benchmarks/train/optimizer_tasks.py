@@ -96,9 +96,13 @@ def _narrowed(build: Callable[[int], nn.Module], width: int, heads: int, fractio
     return build(next((size for size in sizes if numbers(size) <= limit), heads))
 
 
+def _heads(width: int) -> int:
+    return next(heads for heads in (6, 8) if width % heads == 0)
+
+
 def _text_task(name: str, width: int, training: Tensor, held_out: Tensor, symbols: int, quick: bool) -> OptimizerTask:
-    shape = Shape(layers=2, context=32 if quick else 128)
-    count, batch = (8, 2) if quick else (64, 16)
+    shape = Shape(layers=2, context=32 if quick else 128, heads=_heads(width))
+    count, batch = (8, 2) if quick else (64, 16 if width < 512 else 4)
 
     def build(size: int) -> nn.Module:
         return TextModel(replace(shape, width=size, hidden=4 * size), symbols)
@@ -164,7 +168,7 @@ def _words(width: int, quick: bool) -> OptimizerTask:
 
 
 def _images(width: int, quick: bool) -> OptimizerTask:
-    shape = Shape(layers=2, context=(SIDE // PATCH) ** 2)
+    shape = Shape(layers=2, context=(SIDE // PATCH) ** 2, heads=_heads(width))
     _, batch, halves = digit_batches(quick)
 
     def build(size: int) -> nn.Module:

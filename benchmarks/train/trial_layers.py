@@ -26,6 +26,7 @@ from panther.errors import PerformanceWarning
 DENSE = "dense"
 FRACTIONS = {"a quarter": 0.25, "a tenth": 0.1}
 WIDTHS = (192, 512)
+DENSE_RATES = (7.5e-4, 1.5e-3, 3e-3)
 Builder = Callable[[int, int, float, bool], nn.Module]
 
 
@@ -86,18 +87,18 @@ def narrower(fraction: float, task: OptimizerTask) -> nn.Module:
 
 
 KINDS: dict[str, tuple[Builder, tuple[float, ...]]] = {
-    "sparse": (_sketched("sparse"), (3e-3, 6e-3, 1.2e-2)),
-    "signs": (_sketched("signs"), (3e-3, 6e-3, 1.2e-2)),
-    "pair": (_pair, (3e-3, 6e-3, 1.2e-2)),
-    "Monarch": (_monarch, (6e-3, 1.2e-2, 2.4e-2)),
+    "sparse": (_sketched("sparse"), (1.5e-3, 3e-3, 6e-3)),
+    "signs": (_sketched("signs"), (1.5e-3, 3e-3, 6e-3)),
+    "pair": (_pair, (1.5e-3, 3e-3, 6e-3)),
+    "Monarch": (_monarch, (3e-3, 6e-3, 1.2e-2)),
 }
 """Functions that make a layer, and the learning rates that a sweep begins with."""
 
 
 def _methods() -> list[Method]:
-    methods = [Method(DENSE, whole, adamw), Method(f"{DENSE}, Muon", whole, muon)]
+    methods = [Method(DENSE, whole, adamw, DENSE_RATES), Method(f"{DENSE}, Muon", whole, muon)]
     for size, fraction in FRACTIONS.items():
-        builders = {"narrower": (functools.partial(narrower, fraction), (1.5e-3, 3e-3, 6e-3))} | {
+        builders = {"narrower": (functools.partial(narrower, fraction), DENSE_RATES)} | {
             kind: (functools.partial(with_layers, build, fraction), rates) for kind, (build, rates) in KINDS.items()
         }
         for kind, (build, rates) in builders.items():
