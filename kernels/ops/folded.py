@@ -1,7 +1,7 @@
 """The sketched product with sparse sketches in as many passes over the input and the output as a pair of layers takes.
 
-In torch the output is written by :func:`~..reference.folded.tile`, with the bias, and the product with S2 is added in
-place. On a GPU the product is an operator, which chooses two Triton kernels or torch by ``_crossover``.
+On a CPU the output is written with the bias, by C++ or by :func:`~..reference.folded.tile`, and the product with S2 is
+added in place. On a GPU the product is an operator, which chooses two Triton kernels or torch by ``_crossover``.
 """
 
 __all__ = ["folded_inner", "folded_matmul", "folded_outer", "planned_gradients", "save_operands"]
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from .._torch import are_transforms_active, is_differentiated_forward
+from ..cpu.native import folded as native
 from ..cpu.sketched import add
 from ..reference.folded import fold, tile
 from ..reference.sketched import scaled_product
@@ -65,13 +66,22 @@ def _product(
     """Return the product, and ``x U2``, in float16 scaled."""
     dtype = x.dtype
     x, S1, out_signs, S2, in_signs, bias = _computed(x, S1, out_signs, S2, in_signs, bias)
-    out = tile(torch.mm(x, S1), out_signs, bias, scale)
+    left = torch.mm(x, S1)
     if x.dtype is torch.float16:
         right = _scaled_fold(x, in_signs, S1.shape[1], scale)
-        return out.addmm_(right, S2), right
-    right = fold(x, in_signs, S1.shape[1])
+        return tile(left, out_signs, bias, scale).addmm_(right, S2), right
+    out, right = _fold_and_tile(x, in_signs, left, out_signs, bias, scale)
     out.addmm_(right, S2, alpha=scale)
     return (out, right) if x.dtype is dtype else (out.to(dtype), right.to(dtype))
+
+
+def _fold_and_tile(
+    x: Tensor, in_signs: Tensor, h: Tensor, out_signs: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, R)
+    """Return ``scale h U1 + bias``, and ``x U2``, by C++ where it is compiled and nothing is differentiated."""
+    if not torch.is_grad_enabled() and native.takes(x, in_signs, h, out_signs, bias):
+        return native.fold_and_tile(x, in_signs, h, out_signs, bias, scale)
+    return tile(h, out_signs, bias, scale), fold(x, in_signs, h.shape[1])
 
 
 def _computed(*operands: Tensor | None) -> list[Any]:
@@ -124,10 +134,13 @@ class FoldedProduct(torch.autograd.Function):
         grad, x, S1, S2, right, out_signs, in_signs = _computed(grad, *ctx.saved_tensors)
         need_x, need_S1, _, need_S2, _, need_bias, _ = ctx.needs_input_grad
         R, scale, dx = ctx.rank, ctx.scale, None
-        if need_x or need_S1:
+        if need_x and grad.dtype is not torch.float16:
+            dx, d_left = _fold_and_tile(grad, out_signs, grad @ S2.mT, in_signs, None, scale)
+            d_left = d_left * scale
+        elif need_x or need_S1:
             d_left = _scaled_fold(grad, out_signs, R, scale)
         if need_x:
-            dx = tile(grad @ S2.mT, in_signs, None, scale)
+            dx = tile(grad @ S2.mT, in_signs, None, scale) if dx is None else dx
             dx = torch.addmm(dx, d_left, S1.mT) if torch.is_grad_enabled() else dx.addmm_(d_left, S1.mT)
         if need_S2:
             if torch.is_grad_enabled() and need_x:  # The saved number is a constant.

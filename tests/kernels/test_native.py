@@ -1,21 +1,23 @@
-"""Products with quantized weights in C++: against float64, and what happens where they cannot be compiled."""
+"""Quantized products and folds of sparse sketches in C++: against float64, and what happens without a compiler."""
 
 import copy
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from panther.kernels import QuantizedCodes, QuantizedOperands, pack_codes, quantized_matmul
 from panther.kernels.cpu import native
+from panther.kernels.cpu.native import folded
 from panther.kernels.ops.quantized_operands import expanded_codes
+from panther.kernels.reference.folded import fold, tile
 from tolerances import KERNEL_RMS, rms_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from panther.errors import SketchMismatchError
-from panther.nn import QuantizedLinear
+from panther.nn import QuantizedLinear, SKLinear
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler and AVX2")
 
@@ -286,5 +288,91 @@ def test_a_compiled_graph_holds_one_operator_and_no_expanded_weight(low_rank):
     torch.testing.assert_close(leaf.grad, other.grad)
 
 
-def test_the_source_is_installed_beside_its_module():
-    assert Path(native.__file__).with_name("quantized.cpp").exists()
+def test_the_sources_are_installed_beside_their_module():
+    assert [source.name for source in native._SOURCES] == ["folded.cpp", "quantized.cpp"]
+
+
+# in, out, R: R that divides both, neither, of whole vectors and not, above both sides; one input, output and rank.
+SPARSE_SIZES = [
+    (48, 32, 16),
+    (192, 768, 38),
+    (50, 33, 7),
+    (12, 20, 24),
+    (3, 4, 11),
+    (1, 1, 1),
+    (260, 130, 129),
+    (9, 5, 1),
+]
+
+
+def sparse_operands(sizes, dtype, rows):
+    columns, outputs, rank = sizes
+    generator = torch.Generator().manual_seed(rows)
+    x, h = (torch.randn(rows, n, generator=generator).to(dtype) for n in (columns, rank))
+    signs = [torch.randint(2, (n,), generator=generator).mul(2).sub(1).to(dtype) for n in (columns, outputs)]
+    return x, signs[0], h, signs[1], torch.randn(outputs, generator=generator).to(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("sizes", SPARSE_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_folds_and_tilings_against_float64(sizes, dtype, threads):
+    for rows in (0, 1, 3, 300):
+        x, in_signs, h, out_signs, bias = sparse_operands(sizes, dtype, rows)
+        transposed, wide = x.mT.contiguous().mT, torch.cat([x, x], 1)[:, : sizes[0]]
+        exact_fold = fold(x.double(), in_signs.double(), sizes[2])
+        for operand in (x, transposed, wide):
+            for offset in (bias, None):
+                args = operand, in_signs, h, out_signs, offset
+                assert folded.takes(*args)
+                before = torch.get_num_threads()
+                torch.set_num_threads(threads)
+                try:
+                    out, folds = folded.fold_and_tile(*args, 0.3)
+                finally:
+                    torch.set_num_threads(before)
+                doubles = [None if arg is None else arg.double() for arg in (h, out_signs, offset)]
+                exact = tile(*doubles, 0.3)
+                assert (out.dtype, folds.dtype) == (dtype, dtype)
+                assert rms_error(out, exact) <= 4 * KERNEL_RMS[dtype]
+                assert rms_error(folds, exact_fold) <= 4 * KERNEL_RMS[dtype]
+
+
+@needs_compiler
+def test_folds_of_numbers_that_are_not_finite_stay_so():
+    for number in (float("nan"), float("inf"), float("-inf")):
+        x, in_signs, h, out_signs, _ = sparse_operands((48, 32, 16), torch.bfloat16, 2)
+        x[0, 17] = h[0, 1] = number
+        out, folds = folded.fold_and_tile(x, in_signs, h, out_signs, None, 1.0)
+        assert (~folds.isfinite()).nonzero().tolist() == [[0, 1]]
+        assert (~out.isfinite()).nonzero().tolist() == [[0, 1], [0, 17]]
+
+
+@needs_compiler
+def test_sketched_layers_fold_in_cpp_where_nothing_observes_them(monkeypatch):
+    calls = []
+
+    def count(*args):
+        calls.append(args[0].shape)
+        return fold_and_tile(*args)
+
+    fold_and_tile = folded.fold_and_tile
+    monkeypatch.setattr(folded, "fold_and_tile", count)
+    layer, x = SKLinear(96, 64, 8), torch.randn(5, 96, requires_grad=True)
+    y = layer(x)
+    grad = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    assert calls == [(5, 96), (5, 64)]
+    torch.testing.assert_close(dx, grad @ layer.weight)
+    (again,) = torch.autograd.grad(y, x, grad, create_graph=True)  # may be differentiated again
+    torch.testing.assert_close(again, dx)
+    torch.testing.assert_close(torch.vmap(layer)(x[:, None])[:, 0], y)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == y.shape
+    with torch.autocast("cpu", torch.float16):
+        assert layer(x).dtype is torch.float16
+    assert len(calls) == 2
+    with torch.inference_mode():
+        assert torch.equal(layer(x), y)
+    assert len(calls) == 3

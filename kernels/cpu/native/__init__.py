@@ -1,4 +1,4 @@
-"""Products with quantized weights in C++, compiled on first use where there is a compiler.
+"""Products with quantized weights, and the fold of sparse sketches, in C++ that is compiled on first use.
 
 The source has no dependency but OpenMP, whose threads are torch's. It is compiled for this processor, in a second
 or two, into the folder of torch's extensions (``TORCH_EXTENSIONS_DIR``, or ``torch_extensions`` in the user's
@@ -26,7 +26,7 @@ from torch import Tensor
 from ...ops.quantized_operands import QuantizedCodes, QuantizedOperands
 from ...selection import uses_torch_alone
 
-_SOURCE = Path(__file__).with_name("quantized.cpp")
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _FLAGS_OF_CAPABILITY = {"AVX2": ("-mno-avx512f",), "AVX512": ("-mprefer-vector-width=512",)}
 _TIMEOUT_S = 300
@@ -63,8 +63,9 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or error
         logging.getLogger(__name__).warning(
-            "quantized layers run without the compiled CPU kernel, several times slower for few rows: %s. Install a "
-            "C++ compiler, or set PANTHER_KERNELS=torch to run without this message",
+            "quantized layers run without the compiled CPU kernel, several times slower for few rows, and sparse "
+            "sketches up to twice as slowly: %s. Install a C++ compiler, or set PANTHER_KERNELS=torch to run without "
+            "this message",
             str(output).strip().splitlines()[-1],
         )
         return None
@@ -73,6 +74,10 @@ def library() -> ctypes.CDLL | None:
         function.restype = None
     compiled.panther_expand.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_int, ctypes.c_int]
     compiled.panther_expand.restype = None
+    for function in (compiled.panther_fold_and_tile, compiled.panther_half_fold_and_tile):
+        function.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER,
+                             ctypes.c_float, _POINTER, _SIZE, _SIZE, ctypes.c_int]  # fmt: skip
+        function.restype = None
     return compiled
 
 
@@ -162,15 +167,15 @@ def _compiled(anew: bool = False) -> Path:
         raise FileNotFoundError(f"there is no compiler {os.environ.get('CXX') or 'c++'!r}")
     flags = (*_FLAGS, *_FLAGS_OF_CAPABILITY[torch.backends.cpu.get_cpu_capability()])
     identity = repr((flags, compiler, _processor())).encode()
-    name = hashlib.sha256(_SOURCE.read_bytes() + identity).hexdigest()[:16]
+    name = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES) + identity).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions") / "panther"
-    path = folder / f"quantized-{name}.so"
+    path = folder / f"kernels-{name}.so"
     if anew or not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unnamed:
             unfinished = Path(unnamed) / path.name
-            command = [compiler, *flags, str(_SOURCE), "-o", str(unfinished)]
+            command = [compiler, *flags, *map(str, _SOURCES), "-o", str(unfinished)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
             unfinished.replace(path)
     return path
