@@ -22,6 +22,10 @@ from panther.nn.sketch_sizes import per_dim
 # in float32 on a CPU (AMD EPYC, one thread), the layer without the copy takes 1.3 to 2.1 times as long for 2 to 8 rows,
 # and 0.7 to 1.0 times for one row and for 16.
 _FEW_ROWS = range(2, 9)
+# Least rows, greatest ratio of the dense weight's numbers to the stored ones, and greatest number of dense numbers with
+# which a product with the dense weight, computed for it, takes less time on a CPU than products by blocks: one large
+# product has more flops a second, in bfloat16 most of all, and no order of numbers (Intel Xeon, one thread).
+_DENSE_LIMITS = {torch.float32: (512, 4.5, 2**18), torch.bfloat16: (512, 9, math.inf)}
 # Rows that are multiplied at once, so that what stands between the products stays in the cache, and the outputs are
 # reordered at strides that are not multiples of a page.
 _ROWS_AT_ONCE = 136
@@ -72,9 +76,10 @@ class MonarchLinear(LinearGeometry, FactoredModule):
     Warns:
         PerformanceWarning: If the dense layer would not be larger.
 
-    Cost: ``2 r (in n_2 + out m_1)`` flops for each row forward and twice that backward. A nested input is multiplied by
-    the dense weight, which is computed for it. On a CPU in float32, 512 rows take 1.6 to 2.5 times as long as with a
-    narrower :class:`torch.nn.Linear` of as many numbers, see ``benchmarks/layers/monarch.py``; fewer blocks are faster.
+    Cost: ``2 r (in n_2 + out m_1)`` flops for each row forward and twice that backward. On a CPU, 512 rows or more are
+    multiplied by the dense weight, which is computed for them, where that takes less time: in bfloat16 if the layer
+    stores a ninth of the dense numbers or more, in float32 if it stores 22 % of at most 2\ :sup:`18`. So is a nested
+    input on any device. ``benchmarks/layers/monarch.py`` measures the times; fewer blocks are faster.
 
     Example:
         >>> import torch
@@ -281,14 +286,18 @@ def monarch_product(
     if x.is_nested or x.layout is not torch.strided:  # Such an input has no blocks.
         return F.linear(x, _weight(down, up, sizes), bias)
     rows = math.prod(x.shape[:-1])
+    # The rules for numbers of rows are those of the measured cases. A graph must serve every number of rows.
+    has_rules = x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    least_rows, ratio, numbers = _DENSE_LIMITS.get(x.dtype, (0, 0, 0))
+    numbers = min(numbers, ratio * (down.numel() + up.numel()))
+    if has_rules and rows >= least_rows and inputs * outputs <= numbers:
+        return F.linear(x, _weight(down, up, sizes), bias)
     blocks = x if m1 * m2 == inputs else F.pad(x, (0, m1 * m2 - inputs))
     blocks = blocks.reshape(rows, m1, m2)
     if bias is not None:
         padded = bias if n2 * n1 == outputs else F.pad(bias, (0, n2 * n1 - outputs))
         bias = padded.reshape(n1, n2).mT[:, None]  # (n2, 1, n1)
-    # The rules for numbers of rows are those of the measured case. A graph must serve every number of rows.
-    has_rules = blocks.dtype is torch.float32 and blocks.device.type == "cpu"
-    has_rules = has_rules and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    has_rules = has_rules and x.dtype is torch.float32
     parts = blocks.split(_ROWS_AT_ONCE) if has_rules and rows > _ROWS_AT_ONCE else (blocks,)
     results = [
         _blockwise_product(part, down, up, bias, sizes, copies=has_rules and len(part) in _FEW_ROWS) for part in parts
@@ -323,8 +332,9 @@ def _blockwise_product(
 def _weight(down: Tensor, up: Tensor, sizes: _Sizes) -> Tensor:  # (out, in)
     """Return the dense weight: output block b, output a in it, input block i, input c in it."""
     inputs, outputs, m1, n2, m2, n1, rank = sizes
-    blocks = torch.einsum("ickb,bika->abic", down.reshape(m1, m2, rank, n2), up.reshape(n2, m1, rank, n1))
-    return blocks.reshape(n1 * n2, m1 * m2)[:outputs, :inputs]
+    down = down.reshape(m1, m2, rank, n2).permute(3, 0, 2, 1).reshape(n2 * m1, rank, m2)
+    blocks = torch.bmm(up.reshape(n2 * m1, rank, n1).mT, down)  # This order copies whole rows of blocks.
+    return blocks.reshape(n2, m1, n1, m2).permute(2, 0, 1, 3).reshape(n1 * n2, m1 * m2)[:outputs, :inputs]
 
 
 def _blocks(weight: Tensor, sizes: _Sizes) -> Tensor:  # (n2, m1, n1, m2)

@@ -196,6 +196,25 @@ def test_many_rows_are_multiplied_in_parts(rows, bias):
     assert operations.names.count("bmm") + operations.names.count("baddbmm") == 2 * -(-rows // 136)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_many_rows_are_multiplied_by_the_dense_weight_if_it_is_not_much_larger(rank, dtype):
+    layer = layer_of((90, 70, None), rank, dtype=dtype)  # 10 x 9 blocks
+    x = torch.randn(4, 128, 90).to(dtype).requires_grad_()
+    with Operations() as operations:
+        y = layer(x)
+    is_dense = dtype is torch.bfloat16 or rank == 3
+    assert ("baddbmm" not in operations.names) == is_dense
+    twin, exact_x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    exact = twin(exact_x)
+    assert rms_error(y, exact) < KERNEL_RMS[dtype]
+    gradient = torch.randn(4, 128, 70)
+    ours = torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(dtype))
+    theirs = torch.autograd.grad(exact, [exact_x, *twin.parameters()], gradient.to(dtype).double())
+    for our, their in zip(ours, theirs, strict=True):
+        assert rms_error(our, their) < KERNEL_RMS[dtype]
+
+
 def test_it_warns_if_it_is_not_smaller():
     with pytest.warns(PerformanceWarning, match="MonarchLinear with rank=4 multiplies by 3,072 numbers"):
         MonarchLinear(64, 48, 4)
