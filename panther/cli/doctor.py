@@ -150,7 +150,7 @@ def _kernels() -> str:
         name = kernels.backend()
     except (RuntimeError, ValueError) as error:
         return str(error)
-    return f"{name}; quantized products on the CPU: {'compiled' if kernels.has_compiled_kernel() else name}"
+    return f"{name}; quantized products and sparse sketches on the CPU: {'compiled' if kernels.has_compiled_kernel() else name}"
 
 
 def _version(distribution: str) -> str | None:
