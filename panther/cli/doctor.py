@@ -150,7 +150,8 @@ def _kernels() -> str:
         name = kernels.backend()
     except (RuntimeError, ValueError) as error:
         return str(error)
-    return f"{name}; quantized products and sparse sketches on the CPU: {'compiled' if kernels.has_compiled_kernel() else name}"
+    on_cpu = "compiled" if kernels.has_compiled_kernel() else name
+    return f"{name}; quantized products and sparse sketches on the CPU: {on_cpu}"
 
 
 def _version(distribution: str) -> str | None:

@@ -133,6 +133,11 @@ class MonarchLinear(LinearGeometry, FactoredModule):
     def inner_rank(self) -> None:
         """None, because the weight is not a product of two matrices with fewer numbers than it has."""
 
+    @property
+    def rate_factors(self) -> Mapping[str, float]:
+        """Factors of AdamW's learning rate, with which both factors move the outputs as much as a dense weight does."""
+        return {"down": self.num_blocks[0] / 2, "up": self._block_sizes[0] / (2 * self.rank)}
+
     @classmethod
     def describe_form(cls, arguments: Mapping[str, Any], mode: str = "stored") -> str:
         """Return the numbers of blocks and the rank in words."""

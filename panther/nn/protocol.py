@@ -237,6 +237,11 @@ class CompressedModule(nn.Module):
         return None
 
     @property
+    def rate_factors(self) -> Mapping[str, float]:
+        """Factors of AdamW's learning rate by the name of the parameter; functions for parameter groups apply them."""
+        return {}
+
+    @property
     def inner_rank(self) -> int | None:
         """Numbers in each row between the two products of a layer of factors; None of a layer of one product."""
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from panther.nn.protocol import CompressedModule
+from panther.nn.protocol import CompressedModule, compressed_layers
 
 # Layers with tensors of three dimensions that are not stacks of matrices: convolutions, bilinear and sketched kernels.
 _WITH_OTHER_STACKS = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, CompressedModule)
@@ -43,7 +43,7 @@ def param_groups(
 
     Args:
         model: The model.
-        lr: Learning rate of parameters that are not orthogonalised.
+        lr: Learning rate of parameters that are not orthogonalised, times the factors that their layers state.
         factor_lr: Learning rate of orthogonalised matrices; None is 4 times ``lr``.
         weight_decay: Weight decay of all parameters except for vectors, at the rate ``lr``: orthogonalised matrices
             decay as fast as the rest.
@@ -82,16 +82,30 @@ def param_groups(
     groups: list[dict[str, Any]] = [
         {"params": [entry for entry in hidden if entry[1] in factors], **muon},
         {"params": [entry for entry in hidden if entry[1] not in factors], **muon},
-        {"params": rest, "lr": lr, "orthogonalize": False, "weight_decay": weight_decay},
+        *_by_rate(model, rest, lr, weight_decay, orthogonalize=False),
         {"params": vectors, "lr": lr, "orthogonalize": False, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
+def _by_rate(model: nn.Module, entries: list[_Entry], lr: float, decay: float, **settings: Any) -> list[dict[str, Any]]:
+    """Return groups of the parameters that AdamW moves, with the rates that their layers state and equal decay."""
+    factors: dict[Tensor, float] = {
+        layer.get_parameter(name): factor
+        for _, layer in compressed_layers(model)
+        for name, factor in layer.rate_factors.items()
+    }
+    return [
+        {"params": [entry for entry in entries if factors.get(entry[1], 1.0) == factor]}
+        | {"lr": factor * lr, "weight_decay": decay / factor, **settings}
+        for factor in dict.fromkeys(factors.get(p, 1.0) for _, p in entries)
+    ]
+
+
 def sketched_param_groups(
     model: nn.Module,
     *,
-    rank: int,
+    rank: int | None,
     lr: float = 1e-3,
     weight_decay: float = 0.01,
     include: Callable[[str, nn.Module], bool] | None = None,
@@ -104,8 +118,10 @@ def sketched_param_groups(
 
     Args:
         model: The model.
-        rank: Rows of the projections.
-        lr: Learning rate of all groups.
+        rank: Rows of the projections. With None there are no hidden matrices, and :class:`torch.optim.AdamW` takes the
+            groups too.
+        lr: Learning rate of all groups, but for the factors of layers that state another rate, such as
+            :attr:`MonarchLinear.rate_factors <panther.nn.MonarchLinear.rate_factors>`.
         weight_decay: Weight decay of all parameters except for vectors.
         include: Whether the matrices of a layer are hidden, from its name and the layer itself; None selects the
             matrices that it selects in :func:`param_groups`.
@@ -126,13 +142,13 @@ def sketched_param_groups(
         ... ]
         [(4, ['0.weight']), (None, ['2.weight']), (None, ['0.bias', '2.bias'])]
     """
-    hidden, rest, vectors = _split(model, include, rank + 1, {2})
+    hidden, rest, vectors = _split(model, include, 1 if rank is None else rank + 1, set() if rank is None else {2})
     groups: list[dict[str, Any]] = [
-        {"params": hidden, "rank": rank, "weight_decay": weight_decay},
-        {"params": rest, "rank": None, "weight_decay": weight_decay},
-        {"params": vectors, "rank": None, "weight_decay": 0.0},
+        {"params": hidden, "rank": rank, "weight_decay": weight_decay, "lr": lr},
+        *_by_rate(model, rest, lr, weight_decay, rank=None),
+        {"params": vectors, "rank": None, "weight_decay": 0.0, "lr": lr},
     ]
-    return [group | {"lr": lr} for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
 
 
 def split_groups(

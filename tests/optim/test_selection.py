@@ -6,6 +6,7 @@ from torch import nn
 
 import panther as pr
 from panther.errors import CheckpointError, ConfigError
+from panther.nn import MonarchLinear
 from panther.optim import MuonAdamW, SketchedAdamW, param_groups, sketched_param_groups
 from panther.train.optimization.optimizer import make_optimizer
 
@@ -82,6 +83,32 @@ def test_hidden_matrices_are_orthogonalised_and_sketched(name):
             flat = {entry for entry in expected if dict(model.named_parameters())[entry].ndim == 2}
             groups = sketched_param_groups(model, rank=1) if arguments is param_groups else arguments(model)
             assert hidden(SketchedAdamW(groups, rank=1), model, "sketch_avg") == flat
+
+
+def test_adamw_gets_the_rates_that_layers_state():
+    layer = MonarchLinear(192, 96, rank=2)
+    model = nn.Sequential(nn.Linear(8, 192), layer, nn.Linear(96, 3))
+    blocks, inputs = layer.num_blocks[0], layer.down.shape[1]
+    factors = {"1.down": blocks / 2, "1.up": inputs / 4}
+    names = {name for name, _ in model.named_parameters()}
+    muon = param_groups(model, lr=0.01, weight_decay=0.2, include=lambda name, _: name == "0")
+    for groups in (
+        sketched_param_groups(model, rank=None, lr=0.01, weight_decay=0.2),
+        sketched_param_groups(model, rank=3, lr=0.01, weight_decay=0.2),
+        [group for group in muon if not group["orthogonalize"]],
+    ):
+        found = {name: group for group in groups for name, _ in group["params"]}
+        assert set(found) == (names if "rank" in groups[0] else names - {"0.weight"})
+        for name, group in found.items():
+            assert group["lr"] == pytest.approx(0.01 * factors.get(name, 1))
+            assert group["lr"] * group["weight_decay"] == pytest.approx(0 if name.endswith("bias") else 0.002)
+    layer.down.data.zero_()
+    groups = sketched_param_groups(model, rank=None, lr=0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups)
+    before = layer.up.detach().clone()
+    (layer.up.sum() + model[2].weight.sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(before - layer.up, torch.full_like(before, 0.01 * inputs / 4))
 
 
 def test_an_embedding_by_shape():
