@@ -5,7 +5,7 @@ operands, and torch elsewhere; ``torch`` always uses torch; ``triton`` raises an
 ``TRITON_INTERPRET=1``, ``triton`` runs the kernels on the CPU in Triton's interpreter, slowly, for debugging.
 """
 
-__all__ = ["backend", "interpreting", "runs_kernels", "use_triton", "uses_torch_alone"]
+__all__ = ["backend", "interpreting", "multiplies_by_instruction", "runs_kernels", "use_triton", "uses_torch_alone"]
 
 import os
 from functools import lru_cache
@@ -72,6 +72,12 @@ def use_triton(kernel: str, device: torch.device, refusal: str | None = None) ->
 def runs_kernels(x: Tensor) -> bool:
     """Return whether Triton kernels run on the device of a tensor, if they take the operands."""
     return backend() == "triton" and (x.is_cuda or (x.is_cpu and interpreting()))
+
+
+def multiplies_by_instruction(dtype: torch.dtype) -> bool:
+    """Return whether the processor has instructions that multiply matrices of bfloat16 or float16."""
+    ending = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return any(name.endswith(ending) and bool(value) for name, value in torch.cpu.get_capabilities().items())
 
 
 def uses_torch_alone() -> bool:

@@ -7,7 +7,6 @@ added in place. On a GPU the product is an operator, which chooses two Triton ke
 __all__ = ["folded_inner", "folded_matmul", "folded_outer", "planned_gradients", "save_operands"]
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..cpu.native import folded as native
 from ..cpu.sketched import add
 from ..reference.folded import fold, tile
 from ..reference.sketched import scaled_product
-from ..selection import runs_kernels, use_triton
+from ..selection import multiplies_by_instruction, runs_kernels, use_triton
 from ._crossover import choose_path
 from ._plans import Plans, plan_key
 from .library import autocast, check_one_device, define, refused_dtype, runs_eagerly_on_gpu
@@ -86,16 +85,9 @@ def _fold_and_tile(
 
 def _computed(*operands: Tensor | None) -> list[Any]:
     """Return the operands in the dtype in which products are fast."""
-    if operands[0].dtype.itemsize > 2 or not operands[0].is_cpu or _has_products(operands[0].dtype):  # type: ignore[union-attr]
+    if operands[0].dtype.itemsize > 2 or not operands[0].is_cpu or multiplies_by_instruction(operands[0].dtype):  # type: ignore[union-attr]
         return list(operands)
     return [operand if operand is None else operand.float() for operand in operands]
-
-
-@cache
-def _has_products(dtype: torch.dtype) -> bool:
-    """Return whether the processor multiplies matrices of a dtype of half precision."""
-    ending = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    return any(name.endswith(ending) and bool(value) for name, value in torch.cpu.get_capabilities().items())
 
 
 def _scaled_fold(x: Tensor, signs: Tensor, rank: int, scale: float) -> Tensor:

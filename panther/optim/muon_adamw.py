@@ -13,6 +13,7 @@ from torch import Tensor
 from panther._hints import advice_for, explain_keywords
 from panther._torch import default_store
 from panther.errors import CheckpointError, DistributedError, DTypeError, ShapeError
+from panther.kernels.selection import multiplies_by_instruction
 from panther.optim.adamw_step import CheckedGroups, step_adamw
 from panther.optim.matrix_updates import MatrixUpdate, batch_limit, batches_of, orthogonalize_batch
 from panther.optim.parameter_groups import split_groups
@@ -162,8 +163,7 @@ def _job_precision(device: torch.device) -> str:
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        features = torch.cpu.get_capabilities() if device.type in ("cpu", "meta") else {}
-        is_fast = any(name.endswith("bf16") and bool(value) for name, value in features.items())
+        is_fast = device.type in ("cpu", "meta") and multiplies_by_instruction(torch.bfloat16)
     precision = "bfloat16" if is_fast else "float32"
     if device.type == "meta" or not (dist.is_available() and dist.is_initialized()):
         return precision

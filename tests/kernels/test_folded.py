@@ -92,7 +92,7 @@ def test_backward_keeps_the_input_and_r_numbers_a_row():
 
 @pytest.mark.parametrize("native", [False, True])
 def test_half_precision_with_and_without_products_in_it(native, monkeypatch):
-    monkeypatch.setattr(folded, "_has_products", lambda dtype: native)
+    monkeypatch.setattr(folded, "multiplies_by_instruction", lambda dtype: native)
     for dtype in (torch.bfloat16, torch.float16):
         args = operands((50, 33, 7), dtype, rows=20)
         assert rms_error(sketched_matmul(*args, 0.25), exact(*args, 0.25)) < KERNEL_RMS[dtype]
