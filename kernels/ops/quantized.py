@@ -106,11 +106,14 @@ def quantized_matmul(
     return _by_expansion(x, weight, bias, rounds_input)
 
 
-def prepared_product(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) -> native.Product | None:
-    """Return the product of few rows with a weight and a bias on a CPU, for a layer to keep; None if there is none.
+def prepared_product(
+    x: Tensor, weight: QuantizedOperands, bias: Tensor | None
+) -> Callable[[Tensor], Tensor | None] | None:
+    """Return the product with a weight and a bias on a CPU, for a layer to keep; None if there is none.
 
-    A call of it takes less time than :func:`quantized_matmul`, which decides anew in each call what the operands are.
-    The layer has to know that nothing observes the call, and that the tensors are still where they were.
+    A call of it takes less time than :func:`quantized_matmul`, which decides anew in each call what the operands are,
+    and returns None for inputs of other dtypes and columns. The layer has to know that nothing observes the call, and
+    that the tensors are still where they were.
 
     Args:
         x: An input like those of the product.
@@ -137,7 +140,17 @@ def prepared_product(x: Tensor, weight: QuantizedOperands, bias: Tensor | None) 
     is_added = bias is None or (bias.dtype is x.dtype and bias.is_contiguous())  # Otherwise it would be copied.
     if not (are_plain and is_added and type(x) is Tensor and x.is_cpu and is_plain_call()) or runs_kernels(x):
         return None
-    return native.prepared(weight, bias, x.dtype)
+    product, dtype = native.prepared(weight, bias, x.dtype), x.dtype
+    if product is None:
+        return None
+
+    def multiply(x: Tensor) -> Tensor | None:
+        output = product(x)
+        if output is None and x.dtype is dtype and x.numel() and x.shape[-1] == weight.columns:
+            return _by_blocks(x, weight, bias, None)
+        return output
+
+    return multiply
 
 
 def quantized_weight(

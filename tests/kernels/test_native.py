@@ -23,6 +23,7 @@ needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C+
 
 # in, out, group size: size one, odd sizes, one group, a group that is cut off, halves of whole groups and others.
 SIZES = [(1, 1, 1), (7, 5, 7), (33, 17, 8), (130, 3, 64), (128, 48, 64), (96, 20, 32), (512, 9, 512), (256, 33, 16)]
+SIZES += [(384, 70, 64)]
 
 
 def codes_of(columns, outputs, group_size, bits):
@@ -74,11 +75,11 @@ def test_corrections_and_factors_alone_against_float64(bits, dtype):
             layer.set_factors_(left, layer.right.clone(), layer.factor_scales.clone())
             exact, weight = copy.deepcopy(layer).double(), layer._operands()
             product = native.prepared(weight, layer.bias.detach(), dtype)
-            for rows in (1, 3, 4, 8 if dtype is torch.bfloat16 else 11):
+            for rows in (1, 3, 4, 8 if dtype is torch.bfloat16 else 11, 17, 40):
                 x = torch.randn(columns, rows).to(dtype).mT  # not contiguous
-                assert rms_error(product(x), exact(x.double())) < 4 * KERNEL_RMS[dtype]
+                if rows < 17 or product(x) is not None:  # by tiles
+                    assert rms_error(product(x), exact(x.double())) < 4 * KERNEL_RMS[dtype]
             assert product(x[:0]) is None
-            assert product(x.new_zeros(17, columns)) is None
             assert product(x.double()) is None
 
 
@@ -88,6 +89,33 @@ def test_numbers_that_are_not_finite_stay_so():
     for number in (float("nan"), float("inf")):
         x = torch.full((1, 64), number, dtype=torch.bfloat16)
         assert not product(x).isfinite().any()
+
+
+@needs_compiler
+def test_rows_that_are_not_finite_leave_other_rows_alone():
+    weight = QuantizedOperands(128, codes_of(128, 40, 64, 4))
+    x = torch.randn(37, 128, dtype=torch.bfloat16)
+    y = quantized_matmul(x, weight)
+    x[5], x[36] = float("nan"), float("inf")
+    changed = quantized_matmul(x, weight)
+    assert not changed[[5, 36]].isfinite().any()
+    others = [row for row in range(37) if row not in (5, 36)]
+    assert torch.equal(changed[others], y[others])
+
+
+@needs_compiler
+def test_threads_give_the_same_products():
+    """Tiles are configured in every thread."""
+    before, products = torch.get_num_threads(), []
+    x = torch.randn(40, 256, dtype=torch.bfloat16)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            products.append(native.prepared(QuantizedOperands(256, codes_of(256, 70, 64, 4)), None, x.dtype)(x[:4]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(products[0], products[1])
+    assert torch.equal(products[0], products[2])
 
 
 @needs_compiler

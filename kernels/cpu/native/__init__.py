@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from ...ops.quantized_operands import QuantizedCodes, QuantizedOperands
-from ...selection import uses_torch_alone
+from ...selection import multiplies_by_instruction, uses_torch_alone
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _FLAGS_OF_CAPABILITY = {"AVX2": ("-mno-avx512f",), "AVX512": ("-mprefer-vector-width=512",)}
 _TIMEOUT_S = 300
 # With more rows, a product with expanded blocks of the weight is faster, and instructions for bfloat16 speed that up.
-_FEW_ROWS, _FEW_ROWS_BY_INSTRUCTION = 16, 8
+# Where AMX multiplies tiles of bfloat16, these serve any number of rows from two on.
+_FEW_ROWS, _FEW_ROWS_BY_INSTRUCTION, _FEW_ROWS_BESIDE_TILES = 16, 8, 1
 _DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
@@ -69,7 +70,8 @@ def library() -> ctypes.CDLL | None:
             str(output).strip().splitlines()[-1],
         )
         return None
-    for function in (compiled.panther_product, compiled.panther_half_product):
+    compiled.panther_has_tiles.argtypes = [_POINTER]
+    for function in (compiled.panther_product, compiled.panther_half_product, compiled.panther_tile_product):
         function.argtypes = [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int]
         function.restype = None
     compiled.panther_expand.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_int, ctypes.c_int]
@@ -90,7 +92,9 @@ def takes(codes: QuantizedCodes, dtype: torch.dtype) -> bool:
 
 
 class Product:
-    """The product of few rows with one weight, in one call of C++; it reads the tensors of the weight where they are.
+    """The product with one weight, in one call of C++; it reads the tensors of the weight where they are.
+
+    It takes few rows, and any number of rows in bfloat16 where the processor has AMX.
 
     Args:
         weight: A weight that :func:`prepared` found to be taken.
@@ -111,10 +115,14 @@ class Product:
         compiled = library()
         assert compiled is not None  # `prepared` asks for it
         function = compiled.panther_product if dtype is torch.float32 else compiled.panther_half_product
-        self._call = partial(function, ctypes.byref(members), None if bias is None else bias.data_ptr())
+        arguments = ctypes.byref(members), None if bias is None else bias.data_ptr()
         self._sizes = dtype, columns, len(rows)
-        has_instructions = any(name.endswith("bf16") and value for name, value in torch.cpu.get_capabilities().items())
-        self._most_rows = _FEW_ROWS_BY_INSTRUCTION if dtype is torch.bfloat16 and has_instructions else _FEW_ROWS
+        self._by_rows = partial(function, *arguments)
+        self._by_tiles, self._few_rows = None, _FEW_ROWS
+        if dtype is torch.bfloat16 and compiled.panther_has_tiles(ctypes.byref(members)):
+            self._by_tiles, self._few_rows = partial(compiled.panther_tile_product, *arguments), _FEW_ROWS_BESIDE_TILES
+        elif dtype is torch.bfloat16 and multiplies_by_instruction(dtype):
+            self._few_rows = _FEW_ROWS_BY_INSTRUCTION
         self._operands = operands, bias  # Memory that is kept cannot become the memory of other tensors.
 
     def __call__(self, x: Tensor) -> Tensor | None:  # (*, in) -> (*, out)
@@ -122,12 +130,13 @@ class Product:
         dtype, columns, outputs = self._sizes
         shape = x.shape
         rows = x.numel() // columns
-        if x.dtype is not dtype or not 0 < rows <= self._most_rows or shape[-1] != columns:
+        call = self._by_rows if rows <= self._few_rows else self._by_tiles
+        if call is None or x.dtype is not dtype or not rows or shape[-1] != columns:
             return None
         if not x.is_contiguous():
             x = x.contiguous()
         y = x.new_empty(*shape[:-1], outputs)
-        self._call(x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
+        call(x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
         return y
 
 

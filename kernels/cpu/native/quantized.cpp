@@ -3,6 +3,10 @@
 // file for the processor at hand.
 
 #include <immintrin.h>
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -23,6 +27,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_p
 inline Floats as_floats(Ints numbers) { return _mm512_cvtepi32_ps(numbers); }
 inline Ints high_halves(Ints numbers) { return _mm512_srli_epi32(numbers, 4); }
 inline Ints no_bits() { return _mm512_setzero_si512(); }
+inline Ints lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 inline Ints load(const int8_t* numbers) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
 }
@@ -207,7 +212,7 @@ struct Grid {
 struct SmallGrid {
 #ifdef __AVX512F__
   Floats numbers;
-  explicit SmallGrid(const Grid& grid) : numbers(grid(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0))) {}
+  explicit SmallGrid(const Grid& grid) : numbers(grid(lanes())) {}
   Floats operator()(Ints codes) const { return _mm512_permutexvar_ps(codes, numbers); }
 #else
   Grid grid;
@@ -289,6 +294,26 @@ void expand_bytes(const Weight& weight, int64_t row, Number* __restrict numbers)
   }
 }
 
+#ifdef __AVX512BF16__
+// The same in bfloat16 from bytes with two codes of 4 bits, which are places in a table of 16 numbers.
+void expand_halves(const Weight& weight, int64_t row, uint16_t* __restrict numbers) {
+  const int64_t half = weight.inputs / 2, groups = half / weight.group_size;
+  const uint8_t* __restrict bytes = weight.row(row);
+  const auto table = [&](int64_t group) {
+    const auto halves = (__m256i)_mm512_cvtneps_pbh(SmallGrid(Grid(weight, row, group)).numbers);
+    return _mm512_broadcast_i64x4(halves);  // Bits of a code above the fourth then do not count.
+  };
+  for (int64_t group = 0, k = 0; group < groups; ++group) {
+    const Ints low = table(group), high = table(groups + group);
+    for (const int64_t end = k + weight.group_size; k < end; k += 2 * LANES) {
+      const Ints codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + k)));
+      _mm512_storeu_si512(numbers + k, _mm512_permutexvar_epi16(codes, low));
+      _mm512_storeu_si512(numbers + half + k, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), high));
+    }
+  }
+}
+#endif
+
 // Calls a function template for the number of bits of a weight.
 template <class Call>
 void with_bits_of(const Weight& weight, Call call) {
@@ -314,6 +339,10 @@ void multiply(const Weight& weight, int64_t row, const uint8_t* codes, const flo
 // A row of the weight, in float32 or bfloat16; `codes` is memory for a row of codes.
 template <class Number>
 void expand(const Weight& weight, int64_t row, uint8_t* codes, Number* numbers) {
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same<Number, uint16_t>::value)
+    if (weight.has_whole_halves()) return expand_halves(weight, row, numbers);
+#endif
   if (weight.has_whole_vectors())
     return with_bits_of(weight, [&](auto bits) { expand_bytes<decltype(bits)::value>(weight, row, numbers); });
   unpack(weight, row, codes);
@@ -393,9 +422,141 @@ std::vector<float> floats_of(const uint16_t* halves, int64_t count) {
   return numbers;
 }
 
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+// Products in bfloat16 by the tiles of AMX: 16 rows of the weight, 32 columns and 16 rows of x in an instruction.
+constexpr int64_t TILE = 16, STEP = 32, TILE_NUMBERS = TILE * STEP;
+
+struct alignas(64) TileSizes {
+  uint8_t palette = 1, unused[15] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Completes writes to memory, because gcc does not know that loads of tiles read it.
+inline void complete(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
+
+// x (rows, inputs) as tiles: a line of a tile has two neighbouring columns of 16 rows. `steps` tiles make 16 rows.
+std::vector<uint16_t> tiles_of(const uint16_t* x, int64_t rows, int64_t inputs, int64_t steps) {
+  std::vector<uint16_t> tiles((rows + TILE - 1) / TILE * steps * TILE_NUMBERS);
+  const Ints starts = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(static_cast<int>(inputs / 2)));
+  for (int64_t first = 0; first < rows; first += TILE) {
+    const auto there = static_cast<__mmask16>((1 << std::min(TILE, rows - first)) - 1);
+    uint16_t* tile = tiles.data() + first / TILE * steps * TILE_NUMBERS;
+    for (int64_t k = 0; k < inputs; k += 2, tile += 2 * TILE)
+      _mm512_storeu_si512(tile, _mm512_mask_i32gather_epi32(no_bits(), there, starts, x + first * inputs + k, 4));
+  }
+  return tiles;
+}
+
+// The products of a matrix, whose rows write(row, numbers) writes, with the first `columns` columns of x as tiles, 32
+// rows of the matrix and 16 of x at a time: finish(row, first row of x, products), (32, 16).
+template <class Write, class Finish>
+void by_tiles(int64_t outputs, int64_t columns, const std::vector<uint16_t>& x, int64_t steps, int threads, Write write,
+              Finish finish) {
+  in_threads((outputs + 2 * TILE - 1) / (2 * TILE), threads, [&](int64_t start, int64_t end) {
+    const TileSizes sizes;
+    complete(&sizes);
+    complete(x.data());
+    _tile_loadconfig(&sizes);
+    // Lines of a tile at a distance of a power of two would displace each other in the cache.
+    const int64_t stride = columns + STEP, blocks = x.size() / (steps * TILE_NUMBERS);
+    std::vector<uint16_t> numbers(2 * TILE * stride);
+    alignas(64) float products[4 * TILE * TILE];
+    for (int64_t row = 2 * TILE * start; row < std::min(2 * TILE * end, outputs); row += 2 * TILE) {
+      for (int64_t i = 0; i < std::min(2 * TILE, outputs - row); ++i) write(row + i, numbers.data() + i * stride);
+      complete(numbers.data());
+      for (int64_t block = 0; block < blocks; block += 2) {
+        const bool has_two = block + 1 < blocks;
+        const uint16_t* tile = x.data() + block * steps * TILE_NUMBERS;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < columns; k += STEP, tile += TILE_NUMBERS) {
+          _tile_loadd(6, tile, 64);
+          _tile_loadd(4, numbers.data() + k, 2 * stride);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(5, numbers.data() + TILE * stride + k, 2 * stride);
+          _tile_dpbf16ps(1, 5, 6);
+          if (!has_two) continue;
+          _tile_loadd(7, tile + steps * TILE_NUMBERS, 64);
+          _tile_dpbf16ps(2, 4, 7);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, products, 64);
+        _tile_stored(1, products + TILE * TILE, 64);
+        _tile_stored(2, products + 2 * TILE * TILE, 64);
+        _tile_stored(3, products + 3 * TILE * TILE, 64);
+        finish(row, block * TILE, products);
+        if (has_two) finish(row, (block + 1) * TILE, products + 2 * TILE * TILE);
+      }
+    }
+    _tile_release();
+  });
+}
+
+// y (rows, outputs) = x (rows, inputs) W^T + bias, of a weight that has whole vectors. The product of x with the right
+// factor is rounded to bfloat16, and more columns of x.
+void tile_product(const Weight& weight, const uint16_t* bias, const uint16_t* x, int64_t rows, uint16_t* y, int threads) {
+  const int64_t inputs = weight.inputs, outputs = weight.outputs, rank = weight.rank;
+  const int64_t steps = inputs / STEP + (rank + STEP - 1) / STEP;
+  auto tiles = tiles_of(x, rows, inputs, steps);
+  const auto biases = floats_of(bias, outputs);
+  const auto write_integers = [](const int8_t* integers, int64_t count, uint16_t* numbers) {
+    for (int64_t i = 0; i < count; ++i) store_one(numbers + i, integers[i]);
+  };
+  if (rank) by_tiles(rank, inputs, tiles, steps, threads,
+    [&](int64_t term, uint16_t* numbers) { write_integers(weight.right + term * inputs, inputs, numbers); },
+    [&](int64_t first, int64_t block, const float* products) {
+      for (int64_t term = first; term < std::min(first + 2 * TILE, rank); ++term) {
+        uint16_t* line = tiles.data() + (block / TILE * steps + inputs / STEP + term / STEP) * TILE_NUMBERS;
+        line += term % STEP / 2 * 2 * TILE + term % 2;
+        const float scale = from_bfloat16(weight.factor_scales[term]);
+        for (int64_t i = 0; i < TILE; ++i) store_one(line + 2 * i, scale * products[(term - first) * TILE + i]);
+      }
+    });
+  const Ints lines = _mm512_slli_epi32(lanes(), 4);
+  by_tiles(outputs, steps * STEP, tiles, steps, threads,
+    [&](int64_t row, uint16_t* numbers) {
+      expand(weight, row, nullptr, numbers);
+      write_integers(weight.left + row * rank, rank, numbers + inputs);
+    },
+    [&](int64_t row, int64_t block, const float* products) {
+      for (int64_t first = row; first < std::min(row + 2 * TILE, outputs); first += TILE, products += TILE * TILE) {
+        const auto there = static_cast<__mmask16>((1 << std::min(TILE, outputs - first)) - 1);
+        const Floats added = bias ? _mm512_maskz_loadu_ps(there, biases.data() + first) : all(0);
+        for (int64_t i = 0; i < std::min(TILE, rows - block); ++i) {
+          const Floats numbers = _mm512_add_ps(_mm512_i32gather_ps(lines, products + i, 4), added);
+          const auto halves = (__m256i)_mm512_cvtneps_pbh(numbers);
+          _mm256_mask_storeu_epi16(y + (block + i) * outputs + first, there, halves);
+        }
+      }
+    });
+}
+#endif
+
 }  // namespace
 
 extern "C" {
+
+// Whether the system lets this process use tiles, and they take a weight.
+int panther_has_tiles(const Weight* weight) {
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+  constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool is_allowed = syscall(SYS_arch_prctl, request, tile_data) == 0;
+  return is_allowed && weight->packed && weight->has_whole_vectors();
+#else
+  return 0;
+#endif
+}
+
+// The product in bfloat16 by tiles, which rounds the weight to bfloat16.
+void panther_tile_product(const Weight* weight, const uint16_t* bias, const uint16_t* x, int64_t rows, uint16_t* y,
+                          int threads) {
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+  tile_product(*weight, bias, x, rows, y, threads);
+#endif
+}
 
 // The product in float32.
 void panther_product(const Weight* weight, const float* bias, const float* x, int64_t rows, float* y, int threads) {
