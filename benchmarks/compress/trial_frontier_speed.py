@@ -6,6 +6,9 @@ method's name are of the compressed models in trial_frontier.py's cache, which i
 there; low-rank ones in float32 are fused (``pr.fuse_``). ``per_s`` is tokens, or images, a second; of a language model,
 1 x 1 is a step of generation with an empty cache. ``memory_mb`` is by how much a process's memory rises when the model
 is copied and run once: weights, what its layers unpack, and activations.
+
+*encoder-packed* is the encoder as a whole file, compressed here to 4.5 bits with its embeddings, as a user gets it by
+default and without a compiler (``pr.pack_``), in float32 and in bfloat16.
 """
 
 __all__ = ["run"]
@@ -25,6 +28,7 @@ import panther as pr
 from benchmarks.compress.frontier_tasks import SUBJECTS, Subject
 from benchmarks.compress.trial_frontier import kept_model, rise_mb
 from benchmarks.harness import figure, interleave, print_table, write_csv
+from benchmarks.layers.quantized import torch_alone
 
 KEPT = {
     "encoder": (
@@ -36,16 +40,21 @@ KEPT = {
     "encoder-3": ("low rank, 50% of the numbers", "pivot rows, 50% of the numbers", "GPTQ, int8", "panther, 4.25 bits"),
     "smollm2": ("low rank, 75% of the numbers", "low rank, 50% of the numbers"),
     "images": ("low rank, 75% of the numbers", "low rank, 50% of the numbers", "GPTQ, int8", "panther, 4.25 bits"),
+    "encoder-packed": (),
 }  # fmt: skip
 
 
 @torch.no_grad()
 def run(task: str, quick: bool, cache: Path | None) -> list[dict[str, Any]]:
     """Return a row for each form and each size of the input."""
-    subject = SUBJECTS[task](quick)
-    forms = _forms(task, subject, cache)
+    subject = SUBJECTS[task.removesuffix("-packed")](quick)
+    forms = _packed_forms(subject) if task == "encoder-packed" else _forms(task, subject, cache)
     rows: list[dict[str, Any]] = []
-    for (batch, tokens), inputs in subject.inputs.items():
+    sizes = subject.inputs
+    if task == "encoder-packed" and not quick:
+        most = sizes[32, 32]
+        sizes = {(count, 32): {key: x[:count] for key, x in most.items()} for count in (1, 8, 32)}
+    for (batch, tokens), inputs in sizes.items():
         memory = {}
         for name, model in forms.items():
             memory[name] = rise_mb(partial(_copy_and_run, model, inputs))[1]
@@ -71,6 +80,33 @@ def _forms(task: str, subject: Subject, cache: Path | None) -> dict[str, nn.Modu
                 if any(isinstance(module, pr.nn.SKLinear) for module in model.modules()):
                     pr.fuse_(model)
     return forms
+
+
+def _packed_forms(subject: Subject) -> dict[str, nn.Module]:
+    forms: dict[str, nn.Module] = {"float32": subject.model, "bfloat16": _Bfloat16(copy.deepcopy(subject.model))}
+    forms["int8, torch dynamic"] = _torch_int8(subject)
+    model = copy.deepcopy(subject.model)
+    with torch.enable_grad():
+        report = pr.compress(model, bits=4.5, calibration=subject.calibration[:16], seed=0, measure_speed=False)
+    print(report)
+    for name, other in (("float32", copy.deepcopy(model)), ("bfloat16", _Bfloat16(copy.deepcopy(model)))):
+        forms[f"4.5 bits, {name}"] = other
+        with torch_alone():
+            pr.pack_(without := copy.deepcopy(other), rows=32)
+        forms[f"4.5 bits, {name}, no compiler"] = _WithoutKernel(without)
+    return forms
+
+
+class _WithoutKernel(nn.Module):
+    """A model that never had the compiled kernel, because a layer keeps a prepared call of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        with torch_alone():
+            return self.model(**inputs)
 
 
 def _copy_and_run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:

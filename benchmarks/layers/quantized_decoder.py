@@ -10,15 +10,14 @@ __all__ = ["run"]
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from panther.kernels.cpu import native
 from torch import Tensor, nn
 
 from benchmarks.harness import figure, interleave, main, print_table, write_csv
+from benchmarks.layers.quantized import torch_alone
 from panther.errors import require_extra
 from panther.nn import QuantizedLinear
 from panther.nn.sketch_record import plain_state
@@ -117,24 +116,14 @@ def _token(model: Any) -> Callable[[], object]:
 
 def _without_kernel(model: nn.Module) -> Callable[[], object]:
     """Return the function of a copy whose layers never had the kernel, because a layer keeps a prepared call of it."""
-    with _torch_alone():
+    with torch_alone():
         call = _token(copy.deepcopy(model))
 
     def other() -> object:
-        with _torch_alone():
+        with torch_alone():
             return call()
 
     return other
-
-
-@contextmanager
-def _torch_alone() -> Iterator[None]:
-    takes = native.takes
-    native.takes = lambda *_: False
-    try:
-        yield
-    finally:
-        native.takes = takes
 
 
 if __name__ == "__main__":
