@@ -46,7 +46,7 @@ def run(task: str, quick: bool, bits: Sequence[float] = BITS) -> Iterator[dict[s
             "method": method,
             "file_mb": figure(_file_bytes(model) / 1e6),
             **{name: round(value, 5) for name, value in quality.items()},
-            **{name: figures.get(name, "") for name in ("rel_error", "cpu_s", "stated_mb", "peak_mb", "tables")},
+            **{name: figures.get(name, "") for name in ("rel_error", "cpu_s", "peak_mb", "tables")},
             "row_commit": commit(),
         }
 

@@ -3,7 +3,7 @@
 Random Llamas in float32 are compressed by ``pr.compress_folder``, and the smaller one by ``pr.compress`` too, in a new
 process each, on one CPU thread. *Forward*, *moments*, *fits* and *choice* are CPU seconds of phases, by the messages of
 the log; *choice* is the rest. *Peak MB* is the anonymous resident memory above that after the imports, read every
-3 ms, and *stated* what the version predicted. *Disk GB* is the peak of the folder for what is kept meanwhile.
+3 ms. *Disk GB* is the peak of the folder for what is kept meanwhile.
 
 Rows that are *predicted* scale the phases of the smaller model to Llama's sizes and 128 x 1,024 tokens in bfloat16: the
 forward with the products of a weight and a token, the moments with these and with the squares of the layers' sides, the
@@ -141,7 +141,6 @@ def predicted(first: Case, phases: dict[str, float], case: Case, processes: int)
         "cpu_s": sum(scaled.values()),
         **scaled,
         "peak_mb": "",
-        "stated_mb": "",
         "disk_gb": disk / 1e9,
         "file_gb": "",
     }
@@ -195,7 +194,6 @@ def _child(step: str, folder: Path, case: Case) -> None:
                 "cpu_s": sum(phases.values()),
                 **phases,
                 "peak_mb": watch.peak_mb,
-                "stated_mb": "",
                 "disk_gb": watch.peak_disk_bytes / 1e9,
                 "file_gb": sum(path.stat().st_size for path in target.glob("*.safetensors")) / 1e9,
             }

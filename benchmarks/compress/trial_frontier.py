@@ -11,9 +11,8 @@ in as many bytes; *by time* asks for a speed in place of a size; *int8 inputs* r
 *+ healing* is a distillation: 500 steps on the same batches for quantized layers; for low-rank ones, which have more to
 learn, 640 steps on four times as many others besides. No row uses labels.
 
-Times are CPU seconds of compressing, healing included. ``peak_mb`` is by how much the process's memory rose at most,
-and ``stated_mb`` what earlier versions predicted for it. Rows are kept in the cache: a row is computed again if its
-options changed, or with --again.
+Times are CPU seconds of compressing, healing included. ``peak_mb`` is by how much the process's memory rose at most.
+Rows are kept in the cache: a row is computed again if its options changed, or with --again.
 """
 
 __all__ = ["CASES", "Case", "kept_model", "rise_mb", "run"]
@@ -178,7 +177,7 @@ def _file(cache: Path, task: str, case: Case) -> Path:
 def _row(task: str, case: Case, quality: dict[str, float], figures: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": task, "method": case.method, "size": case.size}
     row |= {"bits": "", "kept": ""} | {name: round(value, 5) for name, value in quality.items()}
-    row |= dict.fromkeys(("rel_error", "cpu_s", "stated_mb", "peak_mb", "forms"), "")
+    row |= dict.fromkeys(("rel_error", "cpu_s", "peak_mb", "forms"), "")
     return row | figures | {"row_commit": commit()}
 
 

@@ -4,8 +4,9 @@ Each quantizes the linear layers of a fresh copy in its usual settings, without 
 tensors are in bfloat16, as users ship them. *GPTQ* is ``pr.compress`` with ``method="activation"`` and one width for
 all linear layers, on the batches of trial_files.py, and *GPTQ+embeddings* rounds the embeddings too, as ``pr.compress``
 does by default. The product of quanto's int4 fails in bfloat16 on CPUs, so that what it keeps is measured in float32.
-*File MB* are the bytes of ``torch.save(model.state_dict())``. It needs ``pip install hqq optimum-quanto torchao``;
-packages that are missing are left out.
+*panther* is ``pr.compress(bits=4.5)`` as it is by default, embeddings included. *File MB* are the bytes of
+``torch.save(model.state_dict())``, *cpu_s* CPU seconds without measured speeds, *peak_mb* the growth of the process. It
+needs ``pip install hqq optimum-quanto torchao``; packages that are missing are left out.
 """
 
 __all__ = ["run"]
@@ -15,6 +16,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import nn
 
 import panther as pr
 from benchmarks.compress.frontier_tasks import SUBJECTS, Subject
+from benchmarks.compress.trial_frontier import rise_mb
 from benchmarks.harness import commit, figure, print_table, write_csv
 from panther.errors import MissingExtraError, require_extra
 
@@ -35,7 +38,8 @@ def run(quick: bool, methods: Sequence[str] | None = None) -> Iterator[dict[str,
             continue
         model, start = copy.deepcopy(subject.model), time.process_time()
         try:
-            model = convert(model.bfloat16()).eval()
+            model, peak_mb = rise_mb(partial(convert, model.bfloat16()))
+            model.eval()
         except MissingExtraError as error:
             print(error)
             continue
@@ -50,6 +54,7 @@ def run(quick: bool, methods: Sequence[str] | None = None) -> Iterator[dict[str,
             "file_mb": file_mb,
             **{key: round(value, 5) for key, value in quality.items()},
             "cpu_s": figure(seconds),
+            "peak_mb": peak_mb,
             "row_commit": commit(),
         }
 
@@ -63,6 +68,7 @@ def _converters(subject: Subject) -> dict[str, Callable[[nn.Module], nn.Module]]
         "hqq, 4 bits": lambda model: _hqq(model, 4),
         "GPTQ, 8 bits": lambda _: _gptq(subject, "int8"),
         "GPTQ, 4 bits": lambda _: _gptq(subject, "int4"),
+        "panther, 4.5 bits": lambda _: _panther(subject),
         "GPTQ+embeddings, 5 bits": lambda _: _gptq(subject, "int5", exclude=None),
         "GPTQ+embeddings, 4 bits": lambda _: _gptq(subject, "int4", exclude=None),
     }
@@ -98,6 +104,12 @@ def _gptq(subject: Subject, form: str, exclude: Any = nn.Embedding) -> nn.Module
         model, budget=1.0, calibration=subject.calibration, forms=form, method="activation", seed=0,
         exclude=exclude, allow_slower=True, measure_speed=False,
     )  # fmt: skip
+    return model.bfloat16()
+
+
+def _panther(subject: Subject) -> nn.Module:
+    model = copy.deepcopy(subject.model)
+    pr.compress(model, bits=4.5, calibration=subject.calibration, seed=0, measure_speed=False)
     return model.bfloat16()
 
 

@@ -38,7 +38,7 @@ AIMS = {  # least correlations of the first encoder
 def files_table(model: str, rows: list[dict[str, str]]) -> str:
     """Return what the files of a model keep, from the largest file to the smallest."""
     kinds = [name for name in QUALITIES if name in rows[0]]
-    costs = {"cpu_s": "CPU s", "stated_mb": "Stated MB", "peak_mb": "Peak MB"}
+    costs = {"cpu_s": "CPU s", "peak_mb": "Peak MB"}
     head = ["", "File MB", *(QUALITIES[kind] for kind in kinds), *costs.values()]
     body = []
     for row in sorted(rows, key=lambda row: -float(row["file_mb"])):

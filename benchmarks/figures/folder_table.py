@@ -14,7 +14,7 @@ from benchmarks.harness import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "folder.inc"
 COLUMNS = {
-    "model": "Weights", "method": "", "cpu_s": "CPU s", "peak_mb": "Peak MB", "stated_mb": "Stated MB",
+    "model": "Weights", "method": "", "cpu_s": "CPU s", "peak_mb": "Peak MB",
     "disk_gb": "Disk GB", "forward": "Forward", "moments": "Moments", "fits": "Fits", "choice": "Choice",
     "bits": "Bits", "forms": "Forms", "tokens": "Tokens",
 }  # fmt: skip

@@ -51,13 +51,13 @@ def quality_table(model: str, rows: Rows) -> str:
     """Return what each row of a model keeps, and what compressing took."""
     kinds = [name for name in ("correlation", "agreement", "loss") if name in rows[0]]
     titles = {"correlation": "Correlation", "agreement": "Same class", "loss": "Loss"}
-    head = ["Method", "Asked for", "Bits a weight", *(titles[kind] for kind in kinds), "CPU s", "Stated MB", "Peak MB"]
+    head = ["Method", "Asked for", "Bits a weight", *(titles[kind] for kind in kinds), "CPU s", "Peak MB"]
     head.append("CPU")
     body = [
         [
             *(row["method"], row["size"], f"{float(row['bits']):.2f}"),
             *(f"{float(row[kind]):.4f}" for kind in kinds),
-            *(short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")),
+            *(short(row[column]) for column in ("cpu_s", "peak_mb")),
             cpu_name(row["device"]),
         ]
         for row in rows
