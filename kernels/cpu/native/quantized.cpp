@@ -426,6 +426,10 @@ std::vector<float> floats_of(const uint16_t* halves, int64_t count) {
 // Products in bfloat16 by the tiles of AMX: 16 rows of the weight, 32 columns and 16 rows of x in an instruction.
 constexpr int64_t TILE = 16, STEP = 32, TILE_NUMBERS = TILE * STEP;
 
+struct alignas(64) Line {  // of a tile, so that none is in two lines of the cache
+  uint16_t numbers[STEP];
+};
+
 struct alignas(64) TileSizes {
   uint8_t palette = 1, unused[15] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -436,22 +440,46 @@ struct alignas(64) TileSizes {
 inline void complete(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
 // x (rows, inputs) as tiles: a line of a tile has two neighbouring columns of 16 rows. `steps` tiles make 16 rows.
-std::vector<uint16_t> tiles_of(const uint16_t* x, int64_t rows, int64_t inputs, int64_t steps) {
-  std::vector<uint16_t> tiles((rows + TILE - 1) / TILE * steps * TILE_NUMBERS);
+std::vector<Line> tiles_of(const uint16_t* x, int64_t rows, int64_t inputs, int64_t steps) {
+  std::vector<Line> tiles((rows + TILE - 1) / TILE * steps * TILE);
   const Ints starts = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(static_cast<int>(inputs / 2)));
   for (int64_t first = 0; first < rows; first += TILE) {
     const auto there = static_cast<__mmask16>((1 << std::min(TILE, rows - first)) - 1);
-    uint16_t* tile = tiles.data() + first / TILE * steps * TILE_NUMBERS;
-    for (int64_t k = 0; k < inputs; k += 2, tile += 2 * TILE)
-      _mm512_storeu_si512(tile, _mm512_mask_i32gather_epi32(no_bits(), there, starts, x + first * inputs + k, 4));
+    Line* line = tiles.data() + first / TILE * steps * TILE;
+    for (int64_t k = 0; k < inputs; k += 2, ++line)
+      _mm512_store_si512(line, _mm512_mask_i32gather_epi32(no_bits(), there, starts, x + first * inputs + k, 4));
   }
   return tiles;
+}
+
+// The columns of 16 lines of 16 numbers.
+inline void transpose(const float* numbers, Floats (&columns)[TILE]) {
+  Floats a[TILE], b[TILE];
+  for (int i = 0; i < TILE; ++i) a[i] = load(numbers + i * TILE);
+  for (int i = 0; i < TILE; i += 2)
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  for (int i = 0; i < TILE; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const auto first = _mm512_castps_pd(b[i + j]), second = _mm512_castps_pd(b[i + 2 + j]);
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(first, second));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
+    }
+  }
+  // Four neighbouring numbers of a[4 i + j] are of lines 4 i to 4 i + 3, and of columns j, 4 + j, 8 + j and 12 + j.
+  for (int j = 0; j < 4; ++j) {
+    const Floats even[] = {_mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88)};
+    const Floats odd[] = {_mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd), _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd)};
+    columns[j] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
+    columns[4 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+    columns[8 + j] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+    columns[12 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
+  }
 }
 
 // The products of a matrix, whose rows write(row, numbers) writes, with the first `columns` columns of x as tiles, 32
 // rows of the matrix and 16 of x at a time: finish(row, first row of x, products), (32, 16).
 template <class Write, class Finish>
-void by_tiles(int64_t outputs, int64_t columns, const std::vector<uint16_t>& x, int64_t steps, int threads, Write write,
+void by_tiles(int64_t outputs, int64_t columns, const std::vector<Line>& x, int64_t steps, int threads, Write write,
               Finish finish) {
   in_threads((outputs + 2 * TILE - 1) / (2 * TILE), threads, [&](int64_t start, int64_t end) {
     const TileSizes sizes;
@@ -459,24 +487,25 @@ void by_tiles(int64_t outputs, int64_t columns, const std::vector<uint16_t>& x, 
     complete(x.data());
     _tile_loadconfig(&sizes);
     // Lines of a tile at a distance of a power of two would displace each other in the cache.
-    const int64_t stride = columns + STEP, blocks = x.size() / (steps * TILE_NUMBERS);
-    std::vector<uint16_t> numbers(2 * TILE * stride);
+    const int64_t stride = columns + STEP, blocks = x.size() / (steps * TILE);
+    std::vector<Line> lines(2 * TILE * stride / STEP);
+    uint16_t* numbers = lines.data()->numbers;
     alignas(64) float products[4 * TILE * TILE];
     for (int64_t row = 2 * TILE * start; row < std::min(2 * TILE * end, outputs); row += 2 * TILE) {
-      for (int64_t i = 0; i < std::min(2 * TILE, outputs - row); ++i) write(row + i, numbers.data() + i * stride);
-      complete(numbers.data());
+      for (int64_t i = 0; i < std::min(2 * TILE, outputs - row); ++i) write(row + i, numbers + i * stride);
+      complete(numbers);
       for (int64_t block = 0; block < blocks; block += 2) {
         const bool has_two = block + 1 < blocks;
-        const uint16_t* tile = x.data() + block * steps * TILE_NUMBERS;
+        const uint16_t* tile = x.data()->numbers + block * steps * TILE_NUMBERS;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < columns; k += STEP, tile += TILE_NUMBERS) {
           _tile_loadd(6, tile, 64);
-          _tile_loadd(4, numbers.data() + k, 2 * stride);
+          _tile_loadd(4, numbers + k, 2 * stride);
           _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(5, numbers.data() + TILE * stride + k, 2 * stride);
+          _tile_loadd(5, numbers + TILE * stride + k, 2 * stride);
           _tile_dpbf16ps(1, 5, 6);
           if (!has_two) continue;
           _tile_loadd(7, tile + steps * TILE_NUMBERS, 64);
@@ -509,13 +538,12 @@ void tile_product(const Weight& weight, const uint16_t* bias, const uint16_t* x,
     [&](int64_t term, uint16_t* numbers) { write_integers(weight.right + term * inputs, inputs, numbers); },
     [&](int64_t first, int64_t block, const float* products) {
       for (int64_t term = first; term < std::min(first + 2 * TILE, rank); ++term) {
-        uint16_t* line = tiles.data() + (block / TILE * steps + inputs / STEP + term / STEP) * TILE_NUMBERS;
+        uint16_t* line = tiles.data()->numbers + (block / TILE * steps + inputs / STEP + term / STEP) * TILE_NUMBERS;
         line += term % STEP / 2 * 2 * TILE + term % 2;
         const float scale = from_bfloat16(weight.factor_scales[term]);
         for (int64_t i = 0; i < TILE; ++i) store_one(line + 2 * i, scale * products[(term - first) * TILE + i]);
       }
     });
-  const Ints lines = _mm512_slli_epi32(lanes(), 4);
   by_tiles(outputs, steps * STEP, tiles, steps, threads,
     [&](int64_t row, uint16_t* numbers) {
       expand(weight, row, nullptr, numbers);
@@ -525,9 +553,10 @@ void tile_product(const Weight& weight, const uint16_t* bias, const uint16_t* x,
       for (int64_t first = row; first < std::min(row + 2 * TILE, outputs); first += TILE, products += TILE * TILE) {
         const auto there = static_cast<__mmask16>((1 << std::min(TILE, outputs - first)) - 1);
         const Floats added = bias ? _mm512_maskz_loadu_ps(there, biases.data() + first) : all(0);
+        Floats numbers[TILE];
+        transpose(products, numbers);
         for (int64_t i = 0; i < std::min(TILE, rows - block); ++i) {
-          const Floats numbers = _mm512_add_ps(_mm512_i32gather_ps(lines, products + i, 4), added);
-          const auto halves = (__m256i)_mm512_cvtneps_pbh(numbers);
+          const auto halves = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(numbers[i], added));
           _mm256_mask_storeu_epi16(y + (block + i) * outputs + first, there, halves);
         }
       }
