@@ -32,7 +32,7 @@ from panther.errors import MissingExtraError, require_extra
 from panther.nn import QuantizedLinear
 from panther.nn.sketch_record import plain_state
 
-SHAPES = [(384, 1536), (1024, 4096), (2048, 2048), (4096, 4096)]  # in, out
+SHAPES = [(384, 1536), (2048, 2048), (1024, 4096), (4096, 4096)]  # in, out
 BATCHES = [1, 8, 16, 32, 128, 512]
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"bits": 8, "group_size": None},
@@ -69,12 +69,14 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     rows: list[dict[str, Any]] = []
     shapes, batches, forms = (SHAPES, BATCHES, tuple(FORMS)) if torch.get_num_threads() == 1 else SEVERAL_THREADS
     for shape in shapes[:1] if quick else shapes:
+        is_on_page = shape in {layer[:2] for layer in PAGE_LAYERS}
+        named = forms if is_on_page else tuple(form for form in forms if form in ROWS_FORMS["bfloat16"])
         for batch in batches[:1] if quick else batches:
-            found = _case(*shape, batch, forms, device, budget_s)
+            found = _case(*shape, batch, named, device, budget_s)
             print_table(found)
             rows += found
-    if not quick:
-        path = write_csv("quantized", rows, device=device)
+            path = None if quick else write_csv("quantized", rows, device=device)
+    if path is not None:
         print(f"written to {path}")
         if device == "cpu" and torch.get_num_threads() == 1:
             write_page(read_csv(path))
