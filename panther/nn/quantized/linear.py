@@ -63,8 +63,9 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
 
     Cost: the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. On a CPU with a C++
     compiler a kernel multiplies up to 16 rows by codes and correction, without gradients, in less time than nn.Linear
-    for one row. Without a compiler the expansion makes small batches slower than nn.Linear; for bfloat16 see
-    :meth:`hold_packed_`. More rows are multiplied by blocks of the weight, and with gradients all of it is expanded. If
+    for one row; in bfloat16 on a processor with AMX it multiplies any number of rows. Without a compiler the expansion
+    makes small batches slower than nn.Linear; for bfloat16 see :meth:`hold_packed_`. More rows are multiplied by blocks
+    of the weight, and with gradients all of it is expanded. If
     the scales are not trained, the gradient of the input expands the weight again and does not keep it. On CUDA a
     Triton kernel, which no GPU has run yet, multiplies up to 256 rows. With ``activations="int8"`` integers are
     multiplied, without gradients, on a CPU with instructions for it (VNNI); elsewhere the same rounded numbers are
