@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from panther._hints import advice_for, near_name
 from panther._logs import logs_shown
@@ -54,6 +54,31 @@ exit status:
 
 class _TerminatedError(BaseException):
     """SIGTERM ends the process. No ``except Exception`` catches this error."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses unknown options before missing ones, and lists the commands or kinds if one is missing."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = args
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest and "launch_options" not in parsed:
+            self._refuse(rest)
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        flags, is_missing = [*self._option_string_actions], "required" in message
+        options = [(word, word.partition("=")[0]) for word in self._words if word.startswith("--")]
+        unknown = [word for word, name in options if not any(flag.startswith(name) for flag in flags)]
+        if is_missing and unknown:
+            self._refuse(unknown)
+        (self.print_help if is_missing and self._subparsers else self.print_usage)(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _refuse(self, words: Sequence[str]) -> NoReturn:
+        self.error(f"unrecognized arguments: {' '.join(words)}{_hint(self, words[0])}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +130,7 @@ def _termination_raised(is_wanted: bool) -> Iterator[None]:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments, importing the module of the chosen command only."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="panther",
         description="Sketched layers for PyTorch: compress and train models, launch and plan distributed runs.",
         epilog=_EXIT_STATUS,
@@ -127,28 +152,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                 arguments = module.new_spelling(commands.choices[name], argv)
         else:
             commands.add_parser(name, help=summary)
-    args, rest = parser.parse_known_args(arguments, argparse.Namespace(argv=argv))
-    if getattr(args, "takes_launch_options", False):
-        args.launch_options = rest
-    elif rest:
-        commands.choices[args.command].error(
-            f"unrecognized arguments: {' '.join(rest)}{_hint(commands.choices[args.command], rest[0])}"
-        )
+    args, args.launch_options = parser.parse_known_args(arguments, argparse.Namespace(argv=argv))
     return args
 
 
 def _hint(parser: argparse.ArgumentParser, argument: str) -> str:
-    """Return a hint that ends the error about an unknown argument, or an empty text."""
-    if not argument.startswith("--"):
-        return ""
+    """Return the end of the error about an unknown argument: the option of a similar name, or how to list all."""
     visible_flags = (flag for flag, action in parser._option_string_actions.items() if action.help != argparse.SUPPRESS)
     flags = {flag[2:].replace("-", "_"): flag for flag in visible_flags if flag.startswith("--")}
-    name = argument[2:].partition("=")[0].replace("-", "_")
+    name = argument.lstrip("-").partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
     if (near := near_name(name, flags)) is None:
         if (advice := advice_for(name, parser.get_default("owner") or "")) is not None:
             return f": {advice}"
         near = next(iter(get_close_matches(name, flags, 1, cutoff=0.7)), None)
-    return "" if near is None else f": did you mean {flags[near]}?"
+    return f"; {parser.prog} --help lists the options" if near is None else f": did you mean {flags[near]}?"
 
 
 def _explain(error: PantherError | OSError) -> int:

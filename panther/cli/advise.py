@@ -19,7 +19,7 @@ from panther.cli._user_function import (
     model_and_batches,
     names_function,
     wrong_return,
-)
+)  # fmt: skip
 from panther.errors import PantherError
 
 # Table 2.1 of T. Brown et al., "Language models are few-shot learners", 2020, arXiv:2005.14165: layers, hidden, heads.
@@ -48,6 +48,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "advise",
+        usage="panther advise MODEL --world-size N [--device KIND] [options]",
         description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
     )
     models = (

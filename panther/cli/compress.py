@@ -41,7 +41,8 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "compress",
-        description="Replace a model's dense layers by smaller ones with nearly the same output, and save the result.",
+        usage="panther compress MODEL --bits N --calibration TEXT --out DIR [options]",
+        description="Replace a model's layers by smaller ones with nearly the same output, and save the result.",
     )
     parser.add_argument(
         "model",

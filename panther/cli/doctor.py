@@ -20,7 +20,7 @@ from typing import Any
 
 from panther._text import counted, format_table
 from panther._version import __version__
-from panther.cli._arguments import positive_float
+from panther.cli._arguments import add_option, positive_float
 from panther.errors import PantherError, install_command
 from panther.files import write_json
 
@@ -35,17 +35,12 @@ def add_parser(commands: Any) -> None:
         description="Show torch, devices, backends and extras, found or missing; with --nodes, check between nodes.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--nodes",
-        action="store_true",
-        help="check interfaces and versions of all nodes, and time collectives between them; takes the options of "
-        "panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
-    )
-    parser.add_argument(
-        "--timeout", type=positive_float, metavar="SECONDS", help="to wait for other ranks, in each step (default: 30)"
-    )
+    help_text = "check interfaces and versions of all nodes, and time collectives between them; takes the options of "
+    help_text += "panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint"
+    parser.add_argument("--nodes", action="store_true", help=help_text)
+    add_option(parser, "--timeout", positive_float, "to wait for ranks, each step (default: 30)", metavar="SECONDS")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # the launcher of this node reads it
-    parser.set_defaults(run=run, takes_launch_options=True)
+    parser.set_defaults(run=run, launch_options=None)
 
 
 def run(args: argparse.Namespace) -> int:

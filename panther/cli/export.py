@@ -18,7 +18,7 @@ from panther.cli._user_function import (
     model_and_batches,
     names_function,
     wrong_return,
-)
+)  # fmt: skip
 from panther.errors import PantherError, require_extra
 from panther.files import new_file, write_json
 from panther.files.folder import removed_after_an_error
@@ -42,7 +42,8 @@ _SAMPLE = "give --sample module:function, which returns a mapping of the forward
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("export", description="Write a model for other programs. Batch and length may change.")
+    usage, summary = "panther export MODEL --to TARGET --out PATH [options]", "Write a model for other programs."
+    parser = commands.add_parser("export", usage=usage, description=f"{summary} Batch and length may change.")
     parser.add_argument(
         "model_path",
         metavar="MODEL",
@@ -128,9 +129,7 @@ def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
     if args.to == "gguf":
         _write_gguf(model, Path(args.model_path), out)
         return
-    names = None
-    if args.sample is None:
-        names = _input_names(Path(args.model_path), model, args.to)
+    names = _input_names(Path(args.model_path), model, args.to) if args.sample is None else None
     sample = _sample(model, args.sample, names)
     inputs = f"which --sample {args.sample} returns" if args.sample else "tokens or an image of its sizes"
     with explained(f"{type(model).__name__} does not run on its inputs, {inputs}"), torch.no_grad():
@@ -158,9 +157,7 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
         for pattern, fix in _FOREIGN_FOLDERS.items():
             if any(folder.glob(pattern)):
                 raise PantherError(f"{folder} holds {pattern} and no config.json, so it is {fix}")
-        raise PantherError(
-            f"{folder} holds no config.json: give --model module:function, which builds the architecture"
-        )
+        raise PantherError(f"{folder} holds no config.json: give --model module:function, which builds the model")
     from panther.cli._transformers import quietly
 
     with quietly(f"{folder} cannot be loaded"):
@@ -235,10 +232,7 @@ def _write_onnx(args: argparse.Namespace, model: Any, samples: list[dict[str, An
         # Layers that can round their inputs have the setting, and other layers have the None of their class.
         layers = [layer for layer in layers if "activations" in vars(layer)]
         if not layers:
-            raise PantherError(
-                f"{args.model_path} holds no quantized linear layer whose inputs could be rounded: leave --activations "
-                "out"
-            )
+            raise PantherError(f"{args.model_path} holds no quantized linear layer: leave --activations out")
         for layer in layers:
             layer.activations = args.activations
     path = out / "model.onnx"
@@ -294,8 +288,7 @@ def _write_linears(model: "nn.Module", out: Path) -> None:
         )
     pr.save_compressed(model, out)
     (out / "panther.json").unlink()  # all layers are plain, to be read without Panther
-    record = {layer.name: layer.became for layer in report.replaced}
-    write_json(out / "layers.json", record)
+    write_json(out / "layers.json", {layer.name: layer.became for layer in report.replaced})
 
 
 def _write_compressed_tensors(model: "nn.Module", folder: Path, out: Path, reader: str) -> None:

@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     # An abbreviated name of a setting would be taken for another setting, such as --epoch for --epochs.
     usage = "panther train [MODEL] [--config FILE] [--data NAME] [options]"
-    parser = commands.add_parser("train", usage=usage, allow_abbrev=False)
+    summary = "Train the model that a function returns, on one process or several, and write it to a folder."
+    parser = commands.add_parser("train", usage=usage, description=summary, allow_abbrev=False)
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=_FUNCTIONS["model"])
     parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_option(parser, "--config", str, "TOML or JSON file with settings and functions", metavar="FILE")

@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 _CONFIG = "tuning.config:TuneConfig"
 _FUNCTIONS = ("model", "evaluate", "calibration")
+_ABOUT = """\
+Find the smallest version of a trained model that satisfies a bound on a
+metric of yours. For example, tune.toml names functions of a file work.py:
+
+  model = "work:net"             # returns a trained nn.Module, or a pair of
+                                 # one and batches; or a folder of transformers
+  evaluate = "work:accuracy"     # takes a model, and returns its metric
+  calibration = "work:batches"   # returns unlabelled batches
+  constraint = ">= 99 %"         # of the metric of the unchanged model
+
+and panther tune tune.toml --out small writes the best model.
+"""
 _HELP = """\
-The file is TOML or JSON. Its settings are the options above, with
-underscores, and:
-
-  model = "module:function"        returns an nn.Module, or a pair of one and
-                                   batches; or a folder of transformers
-  evaluate = "module:function"     a function of a model that returns its
-                                   metric
-  calibration = "module:function"  returns batches, unless the model's
-                                   function does
-
-objective and constraint can be functions too, in the same form, and
-catch names exceptions in it ("torch:OutOfMemoryError"). sampler, pruner,
-storage and heal are arguments of panther.tune. The table [space] has a
-table of settings for each glob of names, or the text "auto":
+The options are also settings of the file, with underscores. Only the file
+has space, sampler, pruner, storage and heal, arguments of panther.tune.
+The table [space] has settings for each glob of names, or the text "auto":
 
   [space]
   "encoder.*" = "auto"
@@ -47,7 +48,8 @@ table of settings for each glob of names, or the text "auto":
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("tune", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usage, form = "panther tune CONFIG [MODEL] --out DIR [options]", argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("tune", usage=usage, description=_ABOUT, epilog=_HELP, formatter_class=form)
     parser.add_argument("config", metavar="CONFIG", help="TOML or JSON file with settings")
     help_text = "module:function, or a folder of transformers, in place of the model in the file"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=help_text)

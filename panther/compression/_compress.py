@@ -209,10 +209,10 @@ def compress(model: nn.Module, config: CompressConfig) -> CompressionReport:  # 
         reader: The program that will read the format: ``"transformers"`` (the default for compressed-tensors),
             ``"vllm"``, whose layers get one width, because it fuses some of them, or ``"llama.cpp"``, the only one for
             GGUF. It implies ``target``.
-        method: ``"two_sided"``: the norm above; ``"activation"``: the norm with G the identity, as in GPTQ, the fast
-            way, because it needs no backward pass, and with one form, as in ``forms="int4"``, no choice;
-            ``"svd"``: the norm with A and G the identity; ``"random"``: seeded sketches and the unbiased estimator,
-            which destroys a trained model, for comparison.
+        method: How the errors of a weight are weighted. ``"two_sided"``: by the norm above. ``"activation"``: with G
+            the identity, as in GPTQ, the fast way, because it needs no backward pass, and with one form, as in
+            ``forms="int4"``, no choice. ``"svd"``: with A and G the identity. ``"random"``: seeded sketches, which
+            destroy a trained model; for comparison.
         allocate: ``"global"`` or ``"uniform"`` forms and ranks; None is global for two_sided and uniform for the
             remaining methods. Where global does worse than uniform on the held-out batches, uniform is used, and the
             report says so.

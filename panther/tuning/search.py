@@ -97,11 +97,11 @@ def tune(model: nn.Module | Callable[..., nn.Module], config: TuneConfig) -> Tun
         heal: How each trial's model is healed before ``evaluate``: a :class:`~panther.compression.HealConfig`, or a
             dict of settings and their values, as in ``space``. With ``max_steps`` 0 nothing is healed.
         forms: The forms that layers may have in the space ``"auto"``, as for :func:`panther.compress`.
-        rank_multiple: As for :func:`panther.compress`, like all arguments up to ``statistics_memory_bytes``.
-        group_size: Columns of a quantized weight that share a scale.
+        rank_multiple: Ranks are multiples of this even number, as for :func:`panther.compress`.
+        group_size: Columns of a quantized weight that share a scale; None is an entire row.
         activations: ``"int8"`` rounds the inputs of quantized linear layers.
         symmetric: Whether the middle code of every group stands for zero.
-        include: Only layers that match.
+        include: Only layers that match: globs of names, types or functions, as for :func:`panther.compress`.
         exclude: No layers that match.
         forward_fn: How the model is called on a calibration batch.
         loss_fn: A loss whose gradients say how the output depends on layers.

@@ -92,7 +92,11 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, sentence, caps
         (["train", "--dataset=x:y"], "--dataset=x:y: did you mean --data?"),
         (["train", "--metric=x:y"], "--metric=x:y: did you mean --metrics?"),
         (["train", "--zero-stage=1"], "--zero-stage=1: use strategy='zero1' for stage 1"),
-        (["demo", "--frob", "3"], "--frob 3\n"),
+        (["demo", "--frob", "3"], "--frob 3; panther demo --help lists the options\n"),
+        (["compress", "--metod", "svd"], "--metod: did you mean --method?\n"),  # before the missing MODEL and --out
+        (["compress", "--bogus"], "--bogus; panther compress --help lists the options\n"),
+        (["tune", "--trails=3"], "--trails=3: did you mean --trials?\n"),
+        (["init", "slurm", "--nods=2", "train.py"], "--nods=2: did you mean --nodes?\n"),
     ],
 )
 def test_an_option_of_another_name_is_told(arguments, hint, capsys):
@@ -182,7 +186,35 @@ def test_an_unknown_setting_gets_the_usage_of_its_command(wrong, capsys):
     assert exit.value.code == 2
     err = capsys.readouterr().err
     assert err.startswith("usage: panther train ")
-    assert err.endswith(f"panther train: error: unrecognized arguments: {wrong}\n")
+    assert err.endswith(
+        f"panther train: error: unrecognized arguments: {wrong}; panther train --help lists the options\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["compress", "tune", "export", "advise", "train"])
+def test_errors_of_commands_with_many_options_are_two_lines(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--bogus"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: panther {command} ")
+    assert error.startswith(f"panther {command}: error: ")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert capsys.readouterr().out.split("\n\n")[1][0].isupper(), "no sentence says what the command does"
+
+
+def test_a_missing_kind_lists_all_kinds_and_an_example(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["init"])
+    err = capsys.readouterr().err
+    for line in (
+        "slurm     an sbatch script",
+        "ray       a RayJob for KubeRay",
+        "torchrun  a shell script for torchrun",
+    ):
+        assert line in err
+    assert "example: panther init slurm --nodes 2 " in err
+    assert err.endswith("panther init: error: the following arguments are required: KIND\n")
 
 
 SETTINGS = {

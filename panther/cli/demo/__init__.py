@@ -26,9 +26,7 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--epochs", positive, "epochs of each network", 20)
     add_option(parser, "--hidden", positive, "width of the hidden layers", 512)
     add_option(parser, "--sketch-size", positive, "rank of sketched layers and of pairs, and number of blocks", 8)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: %(default)s)"
-    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     add_option(parser, "--seed", seed, "seed of the first run", 0)
     add_option(parser, "--runs", positive, "seeds to average over", 4)
     add_option(parser, "--out", str, "folder for the models", "panther-demo", metavar="DIR")

@@ -47,22 +47,18 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the topic, or the list of all topics."""
     texts = topics()
-    pages = [{"topic": name, "title": text.partition("\n")[0], "text": text} for name, text in texts.items()]
-    if args.topic is None:
-        if args.json:
-            print(json.dumps([{"topic": page["topic"], "title": page["title"]} for page in pages], indent=2))
-            return 0
-        print(format_table([("topic", "about"), *((name, text.partition("\n")[0]) for name, text in texts.items())]))
-        print("\npanther explain TOPIC prints a topic.")
-        return 0
-    if args.topic not in texts:
+    titles = {name: text.partition("\n")[0] for name, text in texts.items()}
+    if args.topic not in (None, *texts):
         near = difflib.get_close_matches(args.topic, texts, 1)
         guess = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(texts)}"
         raise PantherError(f"{args.topic!r} is not a topic: {guess}")
     if args.json:
-        print(json.dumps(next(page for page in pages if page["topic"] == args.topic), indent=2))
-        return 0
-    print(render(texts[args.topic], width=min(shutil.get_terminal_size().columns, _WIDEST)))
+        pages = [{"topic": name, "title": title} for name, title in titles.items() if args.topic in (None, name)]
+        print(json.dumps(pages if args.topic is None else pages[0] | {"text": texts[args.topic]}, indent=2))
+    elif args.topic is None:
+        print(format_table([("topic", "about"), *titles.items()]), "\npanther explain TOPIC prints a topic.", sep="\n")
+    else:
+        print(render(texts[args.topic], width=min(shutil.get_terminal_size().columns, _WIDEST)))
     return 0
 
 

@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from panther.cli._arguments import check_folder, note
+from panther.cli._arguments import add_option, check_folder, note
+from panther.cli._options import flag_of
 from panther.cli.init._files import write_files
 from panther.cli.init._job import OPTIONS, JobConfig
 from panther.cli.train import read_config
@@ -24,7 +25,8 @@ _KINDS = {
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("init", description="Write launch files.")
+    example = "example: panther init slurm --nodes 2 --gpus-per-node 8 train.py"
+    parser = commands.add_parser("init", description="Write files that start a script on many nodes.", epilog=example)
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", dest="kind", required=True)
     for kind, text in _KINDS.items():
         options = kinds.add_parser(
@@ -39,20 +41,15 @@ def add_parser(commands: Any) -> None:
             default_text = "" if entry.default is None else f" (default: {entry.default})"
             # The parser's own default is None, because --config may have a value.
             meaning = entry.metadata["help"] + default_text
-            options.add_argument(_flag(name), type=entry.metadata["kind"], metavar="VALUE", help=meaning)
+            options.add_argument(flag_of(name), type=entry.metadata["kind"], metavar="VALUE", help=meaning)
         module = "the script is a module's name"
         options.add_argument("-m", "--module", action="store_true", default=None, help=module)
-        config = "TOML file whose table [launch] has the same names, and args"
-        options.add_argument("--config", metavar="FILE", help=config)
+        add_option(options, "--config", str, "TOML file with the same names in a table [launch]", metavar="FILE")
         options.add_argument("--out", default=".", metavar="DIR", help="folder to write to (default: the current one)")
         options.add_argument("--force", action="store_true", help="overwrite existing files")
         options.add_argument("script", nargs="?", help="script to run: its path where it runs")
         options.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +85,7 @@ def _check_order(args: argparse.Namespace) -> None:
     """Raise if options of ``panther init`` follow the script, which would silently get them."""
     if args.args[:1] == ["--"]:
         del args.args[0]
-    names = {*map(_flag, OPTIONS), "--module", "--config", "--out", "--force"}
+    names = {*map(flag_of, OPTIONS), "--module", "--config", "--out", "--force"}
     late = [word for word in args.args if word.partition("=")[0] in names]
     if late and "--" not in args.argv:
         raise PantherError(

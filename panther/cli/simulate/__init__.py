@@ -33,9 +33,7 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--sketch-size", positive, "rank of sketched layers", 8)
     add_option(parser, "--lr", positive_float, "learning rate of SGD with momentum", 0.02, metavar="X")
     add_option(parser, "--seed", seed, "seed of weights and shuffling", 0)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only count samples, bytes and memory, and start nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="count samples, bytes and memory, and start nothing")
     parser.add_argument("--json", action="store_true", help="print counts, losses and checks as one object of JSON")
     parser.set_defaults(run=run)
 
