@@ -136,8 +136,7 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in state_dict.items():
         prefix, _, local_name = name.rpartition(".")
         layers.setdefault(prefix, {})[local_name] = value
-    converted: dict[str, Any] = {}
-    has_layer = False
+    converted, has_layer = dict[str, Any](), False
     for prefix, tensors in layers.items():
         layer = _layer(prefix, tensors)
         if layer is not None:
@@ -170,6 +169,14 @@ def _layer(prefix: str, tensors: dict[str, Any]) -> nn.Module | None:
     for name in of_layer:
         if not isinstance(tensors[name], Tensor):
             raise TypeError(f"{prefix}.{name} must be a tensor, not {type(tensors[name]).__name__}")
+    if of_layer >= _ATTENTION:
+        rows, columns = tensors["Wq"].shape[:1].numel(), tensors["projection_matrix"].shape[1:].numel()
+        if rows % (columns or 1):
+            raise ShapeError(
+                f"projection_matrix of {prefix or 'the layer'} has {columns} columns, which must divide the {rows} "
+                "rows of Wq into heads. With sinSRPE they are its num_realizations, and panther-ml saves no other "
+                "tensor of it: train the model again with panther.nn.sinSRPE"
+            )
     layer_tensors = {name: tensors[name] for name in (*of_layer, *_BIASES) if tensors.get(name) is not None}
     gpus = {tensor.device.index for tensor in layer_tensors.values() if tensor.is_cuda}
     try:

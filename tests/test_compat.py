@@ -135,7 +135,11 @@ def test_a_model_with_other_layers():
         (linear_state(8, 9, 1, 2) | {"S1s": 3}, TypeError, "S1s must be a tensor, not int"),
         (linear_state(8, 9, 1, 2) | {"S1s": torch.zeros(1, 7, 2)}, ShapeError, r"the layer .* S1s \(1, 7, 2\)"),
         ({"c.S1s": torch.zeros(9, 5, 3, 2), "c.U1s": torch.zeros(3, 3, 4)}, ShapeError, "tensors of c do not fit"),
-        (attention_state(24, 3, 40) | {"projection_matrix": torch.zeros(40, 7)}, ShapeError, "projection_matrix"),
+        (
+            attention_state(24, 3, 40) | {"projection_matrix": torch.zeros(40, 7)},  # as with sinSRPE(3, 8, 5, 7)
+            ShapeError,
+            "has 7 columns, which must divide the 24 rows of Wq into heads.*: train the model again with",
+        ),
     ],
 )
 def test_bad_input(state, error, match):

@@ -81,15 +81,15 @@ def randomized_svd(
             :math:`\|A\|_F`, estimated from 16 random probes; for a batch, as many as its most demanding entry
             needs. None keeps k.
         oversample: Dimensions of the search space beyond k, 0 or more.
-        n_iter: Number of iterations with A^T A, from 0 to 100, each adding a block to the search space:
-            ``n_iter + 1`` blocks of 2/5 of k + oversample columns (more if they would not add up to k + oversample),
-            rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" adds such
-            blocks, three to nine of them, until an estimate says that more would take less than 1.5 % off the squared
-            error (less in proportion for k below 100) and less than 30 % off the last singular value's distance; of a
-            sparse matrix, also until more would add less than 3e-5 to the squared singular values. Small matrices, and
-            k + oversample above an eighth of min(m, n) of matrices that are not tall, take two subspace iterations with
-            slightly more than k + oversample columns instead; from about half of min(m, n) on, A is decomposed
-            outright.
+        n_iter: Number of iterations with A^T A, from 0 to 100; each adds a block to the search space. The ``n_iter +
+            1`` blocks have 2/5 of k + oversample columns (more if they would not add up to k + oversample), rounded up
+            to a multiple of 16. If they add up to min(m, n) or more, A is decomposed outright. "auto" adds such blocks,
+            three to nine of them (for :class:`RowSharded` always five), until an estimate says that all further ones
+            would take less than 1.5 % off the squared error (less in proportion for k below 100), and the next one
+            would add less than 30 % to the last squared singular value; of a sparse matrix, also until further ones
+            would add less than 3e-5 to the sum of the squared singular values. Small matrices, and k + oversample above
+            an eighth of min(m, n) of matrices that are not tall, take two subspace iterations with slightly more than k
+            + oversample columns instead; from about half of min(m, n) on, A is decomposed outright.
         seed: The seed of the random signs from which the search starts.
         return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well.
 

@@ -1,9 +1,6 @@
 """What ranks exchange in a run: the numbers of every step, sums, signals that arrived, and the agreement to stop."""
 
-__all__ = [
-    "StepExchange", "catch_signals", "gather_over_ranks", "join_process_group",
-    "sum_over_ranks",
-]  # fmt: skip
+__all__ = ["StepExchange", "catch_signals", "gather_over_ranks", "join_process_group", "sum_over_ranks"]
 
 import atexit
 import math

@@ -504,8 +504,8 @@ def test_what_is_left_and_why():
         "patched": "has a forward that was set on it",
         "sub": "is a subclass", "empty": "is on the meta device", "weird": "has a weight with NaN",
         "hooked": "has hooks", "pruned": "has a weight that is computed", "norm": "is parametrized",
-        "lazy": "has no weight yet", "thin": "would not shrink", "gru": "not a Linear", "one_d": "not a Linear",
-        "sketched": "is compressed already",
+        "lazy": "has no weight yet", "thin": "would not shrink", "gru": "holds a matrix, and is not a Linear",
+        "one_d": "holds a matrix, and is not a Linear", "sketched": "is compressed already",
     }.items():  # fmt: skip
         assert reasons[name].startswith(part), (name, reasons[name])
     again = nn.ModuleDict({"sub": Own(64, 64), "ok": nn.Linear(64, 64)})

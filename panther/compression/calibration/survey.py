@@ -249,7 +249,7 @@ def _refusal(
     if has_packed_weights(module):
         return "is quantized: compress first, then quantize"
     if kind is None:
-        return "not a Linear, Conv2d or Conv1D layer: kept as it is"
+        return "holds a matrix, and is not a Linear, Conv2d or Conv1D layer: kept as it is"
     if not (has_codes or kind.takes_every_form):
         return kind.without_codes
     if reason := kind.why_never_called(module):

@@ -4,10 +4,7 @@ Trials measure the error of the output with all weights changed, and with one we
 new layers with the layers that they replace.
 """
 
-__all__ = [
-    "Measured", "Trials", "convert_all", "convert_target", "measure",
-    "model_speed",
-]  # fmt: skip
+__all__ = ["Measured", "Trials", "convert_all", "convert_target", "measure", "model_speed"]
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
