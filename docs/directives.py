@@ -2,10 +2,10 @@
 
 ``.. command-help:: NAME`` shows what ``panther NAME --help`` prints. ``.. measured-at:: SUBJECT ...`` shows the commit,
 the date and the processor of the rows of ``benchmarks/results`` that a page shows; ``benchmarks/figures/age.py`` lists
-the subjects.
+the subjects. Tables of sentences get the class ``prose``, by which panther.css stacks their cells on a phone.
 """
 
-__all__ = ["resolve_short_name", "setup"]
+__all__ = ["mark_prose", "resolve_short_name", "setup"]
 
 import contextlib
 import io
@@ -17,6 +17,7 @@ from docutils.parsers.rst import Directive
 from sphinx.util.docutils import SphinxDirective
 
 _WIDTH = "74"  # argparse leaves two columns free
+_MOST_COLUMNS, _LONG_CELL = 4, 26  # of a table of sentences: columns at most, and characters of a row's longest cell
 
 
 class CommandHelp(Directive):
@@ -68,6 +69,26 @@ class MeasuredAt(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
+def mark_prose(app: Any, doctree: nodes.document) -> None:
+    """Mark the tables whose cells are sentences or names, and put the headings of their columns into their cells.
+
+    Beside each other these columns would be wider than a phone. The headings are hidden on wider windows.
+    """
+    for table in doctree.findall(nodes.table):
+        group = next(table.findall(nodes.tgroup))
+        head, body = ([*group.findall(kind)] for kind in (nodes.thead, nodes.tbody))
+        rows = [[*row.findall(nodes.entry)] for row in body[0].findall(nodes.row)]
+        longest = [max(len(entry.astext()) for entry in row[1:] or row) for row in rows]
+        if group["cols"] > _MOST_COLUMNS or sum(longest) < _LONG_CELL * len(rows):
+            continue
+        table["classes"] = [name for name in table["classes"] if name != "compact"] + ["prose"]
+        headings = [entry.astext() for entry in head[0].findall(nodes.entry)] if head else []
+        for row in rows if len(headings) > 2 else []:
+            for heading, entry in zip(headings[1:], row[1:], strict=False):
+                if heading and entry.astext() and isinstance(entry[0], nodes.paragraph):
+                    entry[0].insert(0, nodes.inline("", f"{heading}: ", classes=["heading"]))
+
+
 def resolve_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     """Link a name such as ``panther.HealConfig`` to the package whose page describes it, or return None."""
     import panther
@@ -85,4 +106,5 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_directive("command-help", CommandHelp)
     app.add_directive("measured-at", MeasuredAt)
     app.connect("missing-reference", resolve_short_name)
+    app.connect("doctree-read", mark_prose)
     return {"parallel_read_safe": True}

@@ -301,7 +301,8 @@ def _deployment_tables(found: Mapping[tuple[str, str], Cell]) -> str:
             lines.append([form, str(size), *cell_texts, f"{predicted:.3g} µs" if predicted else ""])
         memory = [cell.memory_bytes if (cell := found.get((form, engine))) else 0 for engine in _TIMED]
         lines.append([form, "memory", *(f"{_megabytes(size)} MB" if size > 0 else "" for size in memory), ""])
-    all_times = _table("Time of a call on one CPU core, and the memory of the loaded layer", lines)
+    title = "Time of a call on one CPU core, and the memory of the loaded layer"
+    all_times = _table(title, lines, options=":class: lookup compact")
     return f"{choice}\n.. dropdown:: All forms and engines\n\n" + "".join(
         f"   {line}\n" if line else "\n" for line in all_times.splitlines()
     )

@@ -14,11 +14,10 @@ from benchmarks.harness import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "folder.inc"
 COLUMNS = {
-    "model": "Weights", "method": "", "cpu_s": "CPU s", "peak_mb": "Peak MB",
-    "disk_gb": "Disk GB", "forward": "Forward", "moments": "Moments", "fits": "Fits", "choice": "Choice",
-    "bits": "Bits", "forms": "Forms", "tokens": "Tokens",
+    "model": "Weights", "method": "", "cpu_s": "CPU s", "peak_mb": "Peak MB", "disk_gb": "Disk GB",
+    "forward": "Forward", "moments": "Moments", "fits": "Fits", "choice": "Choice", "tokens": "Tokens",
 }  # fmt: skip
-TEXTS = ("model", "method", "forms", "tokens")
+TEXTS = ("model", "method", "tokens")
 
 
 def folder_table(rows: list[dict[str, str]]) -> str:

@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
         "module:function, which returns a model and a batch"
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=models)
-    parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as an option")
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=argparse.SUPPRESS)
     # Measuring starts this many processes, and a plan has as many ranks.
     add_settings(parser, _CLUSTER, "gpus", flags=_FLAGS)
     add_old_spelling(parser, "--gpus", "--world-size")

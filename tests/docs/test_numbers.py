@@ -182,12 +182,12 @@ FIRST_PAGES = [
     ("its layers keeps {} in", lambda: one(WITH_EMBEDDINGS, "correlation", method="GPTQ+embeddings, 4 bits"), 3),
     ("in {} MB and", lambda: one(WITH_EMBEDDINGS, "file_mb", method="GPTQ+embeddings, 4 bits"), 1),
     ("MB and {} in", lambda: one(WITH_EMBEDDINGS, "correlation", method="GPTQ+embeddings, 5 bits"), 3),
-    ("has a loss of {} nats;", lambda: mean_loss("sketched"), 3),
-    ("which are faster, {};", lambda: mean_loss("low rank"), 3),
+    ("sketched layers (dense signs) the loss is {} nats;", lambda: mean_loss("sketched"), 3),
+    ("pairs of nn.Linear, which are faster, it is {}.", lambda: mean_loss("low rank"), 3),
     ("network of equal bytes has {}", lambda: mean_loss("dense, narrower"), 3),
-    ("a step takes {} s dense", lambda: slow_link("dense, ddp", "step_ms"), 2),
-    ("s dense and {} s sketched", lambda: slow_link("sketched, ddp", "step_ms"), 2),
-    ("and {} s sketched with the bf16 hook", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
+    ("takes {} s with dense layers", lambda: slow_link("dense, ddp", "step_ms"), 2),
+    ("layers and {} s with sketched ones", lambda: slow_link("sketched, ddp", "step_ms"), 2),
+    ("shorten both to {} s: the bf16", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
     ("are {} times as fast as torch's gels", least_squares, 1),
 ]
 LANDING = [
