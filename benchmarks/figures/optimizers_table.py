@@ -1,6 +1,6 @@
 """Write the tables of small optimizer states: ``python -m benchmarks.figures.optimizers_table``, after the trials.
 
-They go to docs/benchmarks/optimizers.inc and activations.inc: for each task and width, what each method reaches at
+They go to files .inc of docs/benchmarks, one a subject: for each task and width, what each method reaches at
 equal steps and at equal time, the memory of its states, and the time of a step. optimizers-summary.inc has the losses
 of the main methods on all tasks.
 """
@@ -19,7 +19,7 @@ from benchmarks.harness import RESULTS, ROOT
 PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
 UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
-SUBJECTS = ("optimizers", "default-optimizers", "activations")
+SUBJECTS = ("optimizers", "default-optimizers", "activations", "layers")
 SUMMARIZED = "optimizers"
 MAIN_METHODS = ("AdamW", "channel, a quarter", "tensor, rank 1", "Muon", "AdamW, narrower", "Adafactor")
 GENERATED = ".. Written by python -m benchmarks.figures.optimizers_table.\n\n"
