@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from panther._docstrings import inherit_arguments
 from panther.errors import ShapeError, check_size
+from panther.kernels.ops.library import autocast, is_plain_call
 from panther.nn.factors import check_dense, fittable, learnable_factors
 from panther.nn.low_rank import FactoredModule
 from panther.nn.protocol import LinearGeometry, allow_saving, check_linear_input
@@ -22,13 +23,12 @@ from panther.nn.sketch_sizes import per_dim
 # in float32 on a CPU (AMD EPYC, one thread), the layer without the copy takes 1.3 to 2.1 times as long for 2 to 8 rows,
 # and 0.7 to 1.0 times for one row and for 16.
 _FEW_ROWS = range(2, 9)
-# Least rows, greatest ratio of the dense weight's numbers to the stored ones, and greatest number of dense numbers with
-# which a product with the dense weight, computed for it, takes less time on a CPU than products by blocks: one large
-# product has more flops a second, in bfloat16 most of all, and no order of numbers (Intel Xeon, one thread).
-_DENSE_LIMITS = {torch.float32: (512, 4.5, 2**18), torch.bfloat16: (512, 9, math.inf)}
-# Rows that are multiplied at once, so that what stands between the products stays in the cache, and the outputs are
-# reordered at strides that are not multiples of a page.
-_ROWS_AT_ONCE = 136
+# Least rows, greatest ratio of the dense weight's numbers to the stored ones, and greatest number of the former, with
+# which one product with the dense weight takes less time on a CPU than products by blocks (Intel Xeon, one thread).
+_DENSE_LIMITS = {torch.float32: (512, 4.5, 2**18), torch.bfloat16: (256, 9, math.inf)}
+# Least rows for which a CPU uses _Product, and rows that it multiplies at once: what stands between the products is so
+# in the cache, at strides that are not multiples of a page.
+_ROWS_AT_ONCE = {torch.float32: (9, 136), torch.bfloat16: (256, 264)}
 torch.fx.wrap("monarch_product")  # A symbolic trace must not branch on the input.
 
 
@@ -76,10 +76,9 @@ class MonarchLinear(LinearGeometry, FactoredModule):
     Warns:
         PerformanceWarning: If the dense layer would not be larger.
 
-    Cost: ``2 r (in n_2 + out m_1)`` flops for each row forward and twice that backward. On a CPU, 512 rows or more are
-    multiplied by the dense weight, which is computed for them, where that takes less time: in bfloat16 if the layer
-    stores a ninth of the dense numbers or more, in float32 if it stores 22 % of at most 2\ :sup:`18`. So is a nested
-    input on any device. ``benchmarks/layers/monarch.py`` measures the times; fewer blocks are faster.
+    Cost: ``2 r (in n_2 + out m_1)`` flops for each row forward and twice that backward. A nested input is multiplied by
+    the dense weight, which is computed for it, and so are many rows on a CPU where that is faster: 256 in bfloat16 with
+    a ninth of the dense numbers, 512 in float32 with 2/9 of at most 2\ :sup:`18`. Fewer blocks are faster.
 
     Example:
         >>> import torch
@@ -288,26 +287,26 @@ def monarch_product(
     """Return the output of a layer of these factors."""
     inputs, outputs, m1, n2, m2, n1, _ = sizes
     check_linear_input(x, inputs, down.dtype)
-    if x.is_nested or x.layout is not torch.strided:  # Such an input has no blocks.
-        return F.linear(x, _weight(down, up, sizes), bias)
-    rows = math.prod(x.shape[:-1])
+    x, down, up, bias = autocast(x.device, x, down, up, bias)
+    rows = 0 if x.is_nested else math.prod(x.shape[:-1])
     # The rules for numbers of rows are those of the measured cases. A graph must serve every number of rows.
-    has_rules = x.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    has_rules = x.is_cpu and not torch.compiler.is_compiling() and is_plain_call()
+    has_rules = has_rules and {type(x), type(down), type(up)} <= {Tensor, nn.Parameter}
     least_rows, ratio, numbers = _DENSE_LIMITS.get(x.dtype, (0, 0, 0))
     numbers = min(numbers, ratio * (down.numel() + up.numel()))
-    if has_rules and rows >= least_rows and inputs * outputs <= numbers:
+    is_dense = has_rules and rows >= least_rows and inputs * outputs <= numbers
+    if is_dense or x.is_nested or x.layout is not torch.strided:  # The last two kinds of input have no blocks.
         return F.linear(x, _weight(down, up, sizes), bias)
     blocks = x if m1 * m2 == inputs else F.pad(x, (0, m1 * m2 - inputs))
     blocks = blocks.reshape(rows, m1, m2)
     if bias is not None:
         padded = bias if n2 * n1 == outputs else F.pad(bias, (0, n2 * n1 - outputs))
         bias = padded.reshape(n1, n2).mT[:, None]  # (n2, 1, n1)
-    has_rules = has_rules and x.dtype is torch.float32
-    parts = blocks.split(_ROWS_AT_ONCE) if has_rules and rows > _ROWS_AT_ONCE else (blocks,)
-    results = [
-        _blockwise_product(part, down, up, bias, sizes, copies=has_rules and len(part) in _FEW_ROWS) for part in parts
-    ]
-    y = results[0] if len(results) == 1 else torch.cat(results)
+    if has_rules and rows >= _ROWS_AT_ONCE.get(x.dtype, (math.inf, 0))[0]:
+        y = _Product.apply(blocks, down, up, bias, sizes, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    else:
+        copies = has_rules and x.dtype is torch.float32 and rows in _FEW_ROWS
+        y = _blockwise_product(blocks, down, up, bias, sizes, copies=copies)[0]
     y = y.reshape(rows, n1 * n2)[:, :outputs]  # (rows, out)
     return y.contiguous().reshape(*x.shape[:-1], outputs)
 
@@ -319,9 +318,9 @@ def _blockwise_product(
     bias: Tensor | None,  # (n2, 1, n1)
     sizes: _Sizes,
     *,
-    copies: bool,
-) -> Tensor:  # (rows, n1, n2)
-    """Return both products, as a view; with ``copies``, what stands between them is reordered by a copy."""
+    copies: bool = False,
+) -> tuple[Tensor, Tensor]:  # (rows, n1, n2), (n2, rows, m1 r)
+    """Return both products, and the first alone, as views; with ``copies``, the first is reordered by a copy."""
     rows, (_, _, m1, n2, _, _, rank) = blocks.shape[0], sizes
     if copies:
         h = torch.bmm(blocks.transpose(0, 1), down)  # (m1, rows, r n2)
@@ -331,7 +330,48 @@ def _blockwise_product(
         h = torch.bmm(down.mT, blocks.permute(1, 2, 0))  # (m1, r n2, rows)
         h = h.reshape(m1 * rank, n2, rows).permute(1, 2, 0)  # (n2, rows, m1 r)
     y = torch.bmm(h, up) if bias is None else torch.baddbmm(bias, h, up)
-    return y.permute(1, 2, 0)
+    return y.permute(1, 2, 0), h
+
+
+class _Product(torch.autograd.Function):
+    """Both products with a backward that reorders only the gradients of the input and of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, down: Tensor, up: Tensor, bias: Any, sizes: _Sizes, saves: bool) -> Tensor:
+        ctx.sizes, size, saved = sizes, _ROWS_AT_ONCE[blocks.dtype][1], [blocks, down, up]
+        y = blocks.new_empty(len(blocks), sizes.n1, sizes.n2)
+        for rows, y_of_rows in zip(blocks.split(size), y.split(size), strict=True):
+            product, h = _blockwise_product(rows, down, up, None, sizes)
+            y_of_rows.copy_(product)
+            if bias is not None:
+                y_of_rows.add_(bias.permute(1, 2, 0))
+            saved += [h] * saves
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # (rows, n1, n2)
+        blocks, down, up, *between = ctx.saved_tensors
+        grad_of_bias = grad.sum(0).mT[:, None] if ctx.needs_input_grad[3] else None
+        if torch.is_grad_enabled():  # The gradients will be differentiated themselves.
+            _, vjp = torch.func.vjp(lambda x, A, B: _blockwise_product(x, A, B, None, ctx.sizes)[0], blocks, down, up)
+            return *vjp(grad), grad_of_bias, None, None
+        grad_of_blocks = torch.empty_like(blocks)
+        # Sums over the steps are in float32, as the sums within a product.
+        grad_of_down, grad_of_up = (x.new_zeros(x.shape, dtype=torch.float32) for x in (down.mT, up))
+        add = Tensor.baddbmm_ if up.dtype is torch.float32 else lambda total, *factors: total.add_(torch.bmm(*factors))
+        steps = (x.split(_ROWS_AT_ONCE[x.dtype][1]) for x in (blocks, grad_of_blocks, grad))
+        for rows, grad_of_rows, grad_of_y, h in zip(*steps, between, strict=True):
+            grad_of_y = grad_of_y.permute(2, 0, 1).contiguous()  # (n2, rows, n1)
+            grad_of_h = torch.empty_like(h)  # (n2, rows, m1 r), at the strides of h
+            torch.bmm(up, grad_of_y.mT, out=grad_of_h.mT)
+            by_inputs = grad_of_h.permute(2, 0, 1).view(*grad_of_down.shape[:2], -1)  # (m1, r n2, rows)
+            grad_of_rows.copy_(torch.bmm(by_inputs.mT, down.mT).transpose(0, 1))
+            if ctx.needs_input_grad[1]:
+                add(grad_of_down, by_inputs, rows.transpose(0, 1))
+            if ctx.needs_input_grad[2]:
+                add(grad_of_up, h.mT, grad_of_y)
+        return grad_of_blocks, grad_of_down.mT.to(down.dtype), grad_of_up.to(up.dtype), grad_of_bias, None, None
 
 
 def _weight(down: Tensor, up: Tensor, sizes: _Sizes) -> Tensor:  # (out, in)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import panther as pr
 from panther.errors import PerformanceWarning, ShapeError
-from panther.nn import MonarchLinear
+from panther.nn import MonarchLinear, monarch
 from panther.optim import MuonAdamW, param_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
@@ -191,20 +191,74 @@ def test_many_rows_are_multiplied_in_parts(rows, bias):
     exact = torch.autograd.grad(results[1], [exact_x, *twin.parameters()], gradient.double())
     for our, their in zip(ours, exact, strict=True):
         assert rms_error(our, their) < KERNEL_RMS[torch.float32]
-    with torch.no_grad(), Operations() as operations:
-        layer(x)
-    assert operations.names.count("bmm") + operations.names.count("baddbmm") == 2 * -(-rows // 136)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Return a list to which each product by blocks appends its rows."""
+    rows = []
+    blockwise_product = monarch._blockwise_product
+
+    def counted(blocks, *args, **kwargs):
+        rows.append(len(blocks))
+        return blockwise_product(blocks, *args, **kwargs)
+
+    monkeypatch.setattr(monarch, "_blockwise_product", counted)
+    return rows
+
+
+def test_rows_that_are_multiplied_at_once(products):
+    layer = layer_of((53, 37, None))
+    for rows, expected in ((8, [8]), (9, [9]), (136, [136]), (300, [136, 136, 28])):
+        x = torch.randn(rows, 53, requires_grad=True)
+        for mode in (torch.enable_grad, torch.inference_mode):
+            products.clear()
+            with mode():
+                layer(x)
+            assert products == expected
+    products.clear()
+    layer.bfloat16()(torch.randn(255, 53, dtype=torch.bfloat16))
+    assert products == [255]
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(20, torch.float32), (300, torch.bfloat16)])
+@pytest.mark.parametrize("frozen", [(), ("down",), ("up", "bias"), ("down", "up", "bias")])
+def test_gradients_of_what_is_trained(rows, dtype, frozen, products, monkeypatch):
+    monkeypatch.setattr(monarch, "_DENSE_LIMITS", {})
+    layer = layer_of((256, 200, None), dtype=dtype)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    x = torch.randn(rows, 256).to(dtype).requires_grad_(len(frozen) != 1)
+    twin, exact_x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_(x.requires_grad)
+    leaves = [[y for y in (x, *layer.parameters()) if y.requires_grad] for x, layer in ((x, layer), (exact_x, twin))]
+    y, exact = layer(x), twin(exact_x)
+    assert products == ([20, 20] if rows == 20 else [264, 36, 300])
+    gradient = torch.randn(rows, 200).to(dtype)
+    ours = torch.autograd.grad(y, leaves[0], gradient)
+    for our, their in zip(ours, torch.autograd.grad(exact, leaves[1], gradient.double()), strict=True):
+        assert our.dtype is dtype
+        assert rms_error(our, their) < KERNEL_RMS[dtype]
+
+
+def test_second_derivatives_in_float32():
+    layer, x = layer_of((53, 37, None), 2), torch.randn(20, 53, requires_grad=True)
+    twin, exact_x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    second = []
+    for module, leaf in ((layer, x), (twin, exact_x)):
+        first = torch.autograd.grad(module(leaf).pow(3).sum(), [leaf, module.up], create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in first)
+        second.append(torch.autograd.grad(penalty, [leaf, *module.parameters()]))
+    for our, their in zip(*second, strict=True):
+        assert rms_error(our, their) < 10 * KERNEL_RMS[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_many_rows_are_multiplied_by_the_dense_weight_if_it_is_not_much_larger(rank, dtype):
+def test_many_rows_are_multiplied_by_the_dense_weight_if_it_is_not_much_larger(rank, dtype, products):
     layer = layer_of((90, 70, None), rank, dtype=dtype)  # 10 x 9 blocks
     x = torch.randn(4, 128, 90).to(dtype).requires_grad_()
-    with Operations() as operations:
-        y = layer(x)
-    is_dense = dtype is torch.bfloat16 or rank == 3
-    assert ("baddbmm" not in operations.names) == is_dense
+    y = layer(x)
+    assert products == ([] if dtype is torch.bfloat16 or rank == 3 else [136, 136, 136, 104])
     twin, exact_x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
     exact = twin(exact_x)
     assert rms_error(y, exact) < KERNEL_RMS[dtype]
