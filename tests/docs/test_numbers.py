@@ -46,6 +46,16 @@ def mean_loss(form):
     return sum(losses) / 3
 
 
+def loss_of_layers(method, equal="steps"):
+    """Mean over three seeds of a kind of layers; of a sweep, one rate has all seeds."""
+    losses = {}
+    for row in rows("layers-characters-192-cpu-intel-xeon-threads-1"):
+        if (row["method"], row["equal"]) == (method, equal):
+            losses.setdefault(row["lr"], []).append(float(row["loss"]))
+    (seeds,) = [values for values in losses.values() if len(values) == 3]
+    return sum(seeds) / 3
+
+
 def fewer_bytes(case):
     dense, sketched = (
         sum(values("distributed-bytes-cpu-amd-epyc-threads-1", "bytes", case=case, layer=layer))
@@ -182,9 +192,14 @@ FIRST_PAGES = [
     ("its layers keeps {} in", lambda: one(WITH_EMBEDDINGS, "correlation", method="GPTQ+embeddings, 4 bits"), 3),
     ("in {} MB and", lambda: one(WITH_EMBEDDINGS, "file_mb", method="GPTQ+embeddings, 4 bits"), 1),
     ("MB and {} in", lambda: one(WITH_EMBEDDINGS, "correlation", method="GPTQ+embeddings, 5 bits"), 3),
-    ("sketched layers (dense signs) the loss is {} nats;", lambda: mean_loss("sketched"), 3),
-    ("pairs of nn.Linear, which are faster, it is {}.", lambda: mean_loss("low rank"), 3),
-    ("network of equal bytes has {}", lambda: mean_loss("dense, narrower"), 3),
+    ("{} nats", lambda: loss_of_layers("dense"), 3),
+    ("MonarchLinear reaches {}", lambda: loss_of_layers("Monarch, a quarter"), 3),
+    ("SKLinear {}, pairs", lambda: loss_of_layers("sparse, a quarter"), 3),
+    ("pairs of nn.Linear {} and", lambda: loss_of_layers("pair, a quarter"), 3),
+    ("narrower dense network {}.", lambda: loss_of_layers("narrower, a quarter"), 3),
+    ("network is ahead with {};", lambda: loss_of_layers("narrower, a quarter", "time"), 3),
+    ("SKLinear has {} and", lambda: loss_of_layers("sparse, a quarter", "time"), 3),
+    ("and the pairs {}", lambda: loss_of_layers("pair, a quarter", "time"), 3),
     ("takes {} s with dense layers", lambda: slow_link("dense, ddp", "step_ms"), 2),
     ("layers and {} s with sketched ones", lambda: slow_link("sketched, ddp", "step_ms"), 2),
     ("shorten both to {} s: the bf16", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
