@@ -65,11 +65,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "benchmarks/train/optimizer_tasks.py",
         "panther/optim",
     ),
-    "layers-characters": (
+    "layers": (
         "benchmarks/train/trial_layers.py",
         "benchmarks/train/trial_optimizers.py",
         "benchmarks/train/optimizer_tasks.py",
         "panther/nn/linear.py",
+        "panther/nn/monarch.py",
+        "kernels/ops/folded.py",
     ),
     "linearize": (
         "benchmarks/compress/trial_linearize.py",
