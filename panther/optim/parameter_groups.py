@@ -120,7 +120,7 @@ def sketched_param_groups(
         model: The model.
         rank: Rows of the projections. With None there are no hidden matrices, and :class:`torch.optim.AdamW` takes the
             groups too.
-        lr: Learning rate of all groups, but for the factors of layers that state another rate, such as
+        lr: Learning rate of all groups, except for factors of layers that state another rate, such as
             :attr:`MonarchLinear.rate_factors <panther.nn.MonarchLinear.rate_factors>`.
         weight_decay: Weight decay of all parameters except for vectors.
         include: Whether the matrices of a layer are hidden, from its name and the layer itself; None selects the
