@@ -303,7 +303,7 @@ def monarch_product(
         padded = bias if n2 * n1 == outputs else F.pad(bias, (0, n2 * n1 - outputs))
         bias = padded.reshape(n1, n2).mT[:, None]  # (n2, 1, n1)
     if has_rules and rows >= _ROWS_AT_ONCE.get(x.dtype, (math.inf, 0))[0]:
-        y = _Product.apply(blocks, down, up, bias, sizes, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(blocks, down, up, bias, sizes, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     else:
         copies = has_rules and x.dtype is torch.float32 and rows in _FEW_ROWS
         y = _blockwise_product(blocks, down, up, bias, sizes, copies=copies)[0]
@@ -354,8 +354,8 @@ class _Product(torch.autograd.Function):
         blocks, down, up, *between = ctx.saved_tensors
         grad_of_bias = grad.sum(0).mT[:, None] if ctx.needs_input_grad[3] else None
         if torch.is_grad_enabled():  # The gradients will be differentiated themselves.
-            _, vjp = torch.func.vjp(lambda x, A, B: _blockwise_product(x, A, B, None, ctx.sizes)[0], blocks, down, up)
-            return *vjp(grad), grad_of_bias, None, None
+            results = torch.func.vjp(lambda x, A, B: _blockwise_product(x, A, B, None, ctx.sizes)[0], blocks, down, up)
+            return *results[1](grad), grad_of_bias, None, None
         grad_of_blocks = torch.empty_like(blocks)
         # Sums over the steps are in float32, as the sums within a product.
         grad_of_down, grad_of_up = (x.new_zeros(x.shape, dtype=torch.float32) for x in (down.mT, up))
