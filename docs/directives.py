@@ -81,7 +81,7 @@ def mark_prose(app: Any, doctree: nodes.document) -> None:
         longest = [max(len(entry.astext()) for entry in row[1:] or row) for row in rows]
         if group["cols"] > _MOST_COLUMNS or sum(longest) < _LONG_CELL * len(rows):
             continue
-        table["classes"] = [name for name in table["classes"] if name != "compact"] + ["prose"]
+        table["classes"] += ["prose"]
         headings = [entry.astext() for entry in head[0].findall(nodes.entry)] if head else []
         for row in rows if len(headings) > 2 else []:
             for heading, entry in zip(headings[1:], row[1:], strict=False):

@@ -151,7 +151,7 @@ for rank in ranks:
         )
     )
 
-figure, axes = plt.subplots(figsize=(5, 3.6))
+figure, axes = plt.subplots(figsize=(6, 4))
 for name, points in (
     ("pr.compress, no training", compressed),
     ("LowRankConv2d.from_conv, no training", at_once),
@@ -163,20 +163,21 @@ axes.scatter(
     4e-3 * parameters,
     accuracy(dense),
     color="black",
-    label="dense",
+    label="dense, float32",
     zorder=3,
 )
 axes.set(
     xscale="log",
-    xlabel="kilobytes",
-    ylabel="accuracy on 500 held-out digits",
-    ylim=(0.8, 1),
+    xlabel="kilobytes of the model, each tick about twice the last",
+    ylabel="held-out digits read correctly",
+    ylim=(0.7, 1),
 )
 axes.set_xticks(
     [30, 50, 100, 200, 400], ["30", "50", "100", "200", "400"]
 )
 axes.minorticks_off()
-axes.legend()
+axes.yaxis.set_major_formatter("{x:.0%}")
+axes.legend(loc="lower right")
 plt.show()
 
 # %%

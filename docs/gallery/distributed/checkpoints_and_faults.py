@@ -186,7 +186,7 @@ for name in ("SIGKILL", "SIGTERM"):
 # The equality is exact: a checkpoint has the optimizer, the place in the order of samples and the generators of every
 # rank. After SIGKILL the steps since the last checkpoint were made again with the same samples; after SIGTERM none was.
 
-figure, (left, right) = plt.subplots(1, 2)
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
 left.plot(*whole, color="lightgray", linewidth=6, label="undisturbed")
 left.plot(
     whole[0][:fault_at],
@@ -201,7 +201,11 @@ left.plot(
     label="started again",
 )
 left.plot(fault_at, whole[1][fault_at - 1], "kx", markersize=10)
-left.set(xlabel="step", ylabel="training loss", title="Losses")
+left.set(
+    xlabel="step of the run",
+    ylabel="training loss",
+    title="Killed and started again: equal losses",
+)
 left.legend()
 origin = min(seen(runs / "SIGKILL", rank)[0]["time"] for rank in (0, 1))
 for rank in (0, 1):
@@ -219,10 +223,13 @@ right.plot(
     markersize=10,
     label="SIGKILL",
 )
+right.axhline(10, color="gray", linestyle=":", label="last checkpoint")
 right.set(
-    xlabel="seconds", ylabel="step", title="Steps that each rank made"
+    xlabel="seconds since the first step",
+    ylabel="step of the run",
+    title="Which step each rank made when",
 )
-right.legend()
+right.legend(loc="lower right")
 plt.show()
 
 # %%
