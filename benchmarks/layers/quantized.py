@@ -211,6 +211,7 @@ def _runtime(form: str, columns: int, outputs: int, x: Tensor, copies: int) -> t
         return None
     batch, blocks = len(x), columns // 128
     nodes, tensors = [], []
+    options: Any = {}
     for index in range(copies):
         if form == RUNTIME[2]:
             weights = {
@@ -219,7 +220,7 @@ def _runtime(form: str, columns: int, outputs: int, x: Tensor, copies: int) -> t
                 "zero": torch.zeros(1, dtype=torch.int8),
                 "bias": torch.zeros(outputs),
             }
-            inputs, operator, options = ["B", "scale", "zero", "bias"], "DynamicQuantizeMatMul", {}
+            inputs, operator = ["B", "scale", "zero", "bias"], "DynamicQuantizeMatMul"
         else:
             weights = {
                 "B": torch.randint(256, (outputs, blocks, 64), dtype=torch.uint8),

@@ -118,7 +118,8 @@ class Product:
         arguments = ctypes.byref(members), None if bias is None else bias.data_ptr()
         self._sizes = dtype, columns, len(rows)
         self._by_rows = partial(function, *arguments)
-        self._by_tiles, self._few_rows = None, _FEW_ROWS
+        self._by_tiles: partial[None] | None = None
+        self._few_rows = _FEW_ROWS
         if dtype is torch.bfloat16 and compiled.panther_has_tiles(ctypes.byref(members)):
             self._by_tiles, self._few_rows = partial(compiled.panther_tile_product, *arguments), _FEW_ROWS_BESIDE_TILES
         elif dtype is torch.bfloat16 and multiplies_by_instruction(dtype):
