@@ -292,9 +292,10 @@ def monarch_product(
     # The rules for numbers of rows are those of the measured cases. A graph must serve every number of rows.
     has_rules = x.is_cpu and not torch.compiler.is_compiling() and is_plain_call()
     has_rules = has_rules and {type(x), type(down), type(up)} <= {Tensor, nn.Parameter}
-    least_rows, ratio, numbers = _DENSE_LIMITS.get(x.dtype, (0, 0, 0))
-    numbers = min(numbers, ratio * (down.numel() + up.numel()))
-    is_dense = has_rules and rows >= least_rows and inputs * outputs <= numbers
+    is_dense = False
+    if has_rules and x.dtype in _DENSE_LIMITS:
+        least_rows, ratio, numbers = _DENSE_LIMITS[x.dtype]
+        is_dense = rows >= least_rows and inputs * outputs <= min(numbers, ratio * (down.numel() + up.numel()))
     if is_dense or x.is_nested or x.layout is not torch.strided:  # The last two kinds of input have no blocks.
         return F.linear(x, _weight(down, up, sizes), bias)
     blocks = x if m1 * m2 == inputs else F.pad(x, (0, m1 * m2 - inputs))
