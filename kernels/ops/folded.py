@@ -62,25 +62,21 @@ def folded_outer(inner: Tensor, out_signs: Tensor, S2: Tensor, bias: Tensor | No
 def _product(
     x: Tensor, S1: Tensor, out_signs: Tensor, S2: Tensor, in_signs: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, R)
-    """Return the product, and ``x U2``, in float16 scaled."""
+    """Return the product, and ``scale x U2``."""
     dtype = x.dtype
     x, S1, out_signs, S2, in_signs, bias = _computed(x, S1, out_signs, S2, in_signs, bias)
-    left = torch.mm(x, S1)
-    if x.dtype is torch.float16:
-        right = _scaled_fold(x, in_signs, S1.shape[1], scale)
-        return tile(left, out_signs, bias, scale).addmm_(right, S2), right
-    out, right = _fold_and_tile(x, in_signs, left, out_signs, bias, scale)
-    out.addmm_(right, S2, alpha=scale)
+    out, right = _fold_and_tile(x, in_signs, torch.mm(x, S1), out_signs, bias, scale)
+    out.addmm_(right, S2)
     return (out, right) if x.dtype is dtype else (out.to(dtype), right.to(dtype))
 
 
 def _fold_and_tile(
     x: Tensor, in_signs: Tensor, h: Tensor, out_signs: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, R)
-    """Return ``scale h U1 + bias``, and ``x U2``, by C++ where it is compiled and nothing is differentiated."""
+    """Return ``scale h U1 + bias``, and ``scale x U2``, by C++ where it is compiled and nothing is differentiated."""
     if not torch.is_grad_enabled() and native.takes(x, in_signs, h, out_signs, bias):
         return native.fold_and_tile(x, in_signs, h, out_signs, bias, scale)
-    return tile(h, out_signs, bias, scale), fold(x, in_signs, h.shape[1])
+    return tile(h, out_signs, bias, scale), _scaled_fold(x, in_signs, h.shape[1], scale)
 
 
 def _computed(*operands: Tensor | None) -> list[Any]:
@@ -126,19 +122,13 @@ class FoldedProduct(torch.autograd.Function):
         grad, x, S1, S2, right, out_signs, in_signs = _computed(grad, *ctx.saved_tensors)
         need_x, need_S1, _, need_S2, _, need_bias, _ = ctx.needs_input_grad
         R, scale, dx = ctx.rank, ctx.scale, None
-        if need_x and grad.dtype is not torch.float16:
-            dx, d_left = _fold_and_tile(grad, out_signs, grad @ S2.mT, in_signs, None, scale)
-            d_left = d_left * scale
-        elif need_x or need_S1:
-            d_left = _scaled_fold(grad, out_signs, R, scale)
         if need_x:
-            dx = tile(grad @ S2.mT, in_signs, None, scale) if dx is None else dx
+            dx, d_left = _fold_and_tile(grad, out_signs, grad @ S2.mT, in_signs, None, scale)
             dx = torch.addmm(dx, d_left, S1.mT) if torch.is_grad_enabled() else dx.addmm_(d_left, S1.mT)
-        if need_S2:
-            if torch.is_grad_enabled() and need_x:  # The saved number is a constant.
-                right = _scaled_fold(x, in_signs, R, scale)
-            elif grad.dtype is not torch.float16:
-                right = right * scale
+        elif need_S1:
+            d_left = _scaled_fold(grad, out_signs, R, scale)
+        if need_S2 and torch.is_grad_enabled() and need_x:  # The saved number is a constant.
+            right = _scaled_fold(x, in_signs, R, scale)
         return (
             dx if dx is None else dx.to(dtype),
             _gradient_of_S1(x, d_left).to(dtype) if need_S1 else None,

@@ -32,7 +32,7 @@ int64_t period_of(int64_t rank) {
 }
 
 template <class Number>
-void fold_row(const Number* __restrict x, const float* __restrict signs, int64_t columns, int64_t rank,
+void fold_row(const Number* __restrict x, const float* __restrict signs, float scale, int64_t columns, int64_t rank,
               float* __restrict sums, int64_t period, Number* __restrict out) {
   std::fill(sums, sums + period, 0.0f);
   for (int64_t start = 0; start < columns; start += period) {
@@ -41,7 +41,7 @@ void fold_row(const Number* __restrict x, const float* __restrict signs, int64_t
   }
   for (int64_t start = rank; start < period; start += rank)
     for (int64_t i = 0; i < rank; ++i) sums[i] += sums[start + i];
-  for (int64_t i = 0; i < rank; ++i) store(out[i], sums[i]);
+  for (int64_t i = 0; i < rank; ++i) store(out[i], scale * sums[i]);
 }
 
 template <class Number>
@@ -72,7 +72,7 @@ void fold_and_tile(const Number* x, int64_t stride, int64_t columns, const Numbe
     const int64_t period = numbers.size();
 #pragma omp for
     for (int64_t row = 0; row < rows; ++row) {
-      fold_row(x + row * stride, signs.data(), columns, rank, place, period, folded + row * rank);
+      fold_row(x + row * stride, signs.data(), scale, columns, rank, place, period, folded + row * rank);
       if (!h) continue;
       tile_row(h + row * rank, factors.data(), biases.data(), outputs, rank, place, period, out + row * outputs);
     }
@@ -83,7 +83,7 @@ void fold_and_tile(const Number* x, int64_t stride, int64_t columns, const Numbe
 
 extern "C" {
 
-// Write x U2 to `folded` and, unless h is null, scale h U1 + bias to `out`, in float32.
+// Write scale x U2 to `folded` and, unless h is null, scale h U1 + bias to `out`, in float32.
 void panther_fold_and_tile(const float* x, int64_t stride, int64_t columns, const float* in_signs, float* folded,
                            const float* h, int64_t outputs, const float* out_signs, const float* bias, float scale,
                            float* out, int64_t rows, int64_t rank, int threads) {

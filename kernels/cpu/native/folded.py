@@ -35,7 +35,7 @@ def fold_and_tile(
     bias: Tensor | None,  # (out,)
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, rank)
-    """Return ``scale h U1 + bias``, and ``x U2``, without derivatives; sums are in float32."""
+    """Return ``scale h U1 + bias``, and ``scale x U2``, without derivatives; sums are in float32."""
     rows, columns = x.shape
     rank, outputs = h.shape[1], len(out_signs)
     x = x if x.stride(1) == 1 else x.contiguous()
