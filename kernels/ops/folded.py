@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._torch import are_transforms_active, is_differentiated_forward
+from .._torch import are_transforms_active, is_differentiated_forward, is_plain_call
 from ..cpu.native import folded as native
 from ..cpu.sketched import add
 from ..reference.folded import fold, tile
@@ -75,7 +75,9 @@ def _fold_and_tile(
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, R)
     """Return ``scale h U1 + bias``, and ``scale x U2``, by C++ where it is compiled and nothing is differentiated."""
     if not torch.is_grad_enabled() and native.takes(x, in_signs, h, out_signs, bias):
-        return native.fold_and_tile(x, in_signs, h, out_signs, bias, scale)
+        # Modes that record operations or keep their results, as selective checkpoints do, see an operator.
+        call = native.fold_and_tile if is_plain_call() else _fold_and_tile_operator
+        return call(x, in_signs, h, out_signs, bias, scale)
     return tile(h, out_signs, bias, scale), _scaled_fold(x, in_signs, h.shape[1], scale)
 
 
@@ -277,4 +279,11 @@ _folded_matmul = define(
     _fake,
     setup_context=save_operands,
     backward=_backward,
+)
+
+_fold_and_tile_operator = define(
+    "fold_and_tile(Tensor x, Tensor in_signs, Tensor h, Tensor out_signs, Tensor? bias, float scale)"
+    " -> (Tensor, Tensor)",
+    native.fold_and_tile,
+    lambda x, in_signs, h, out_signs, bias, scale: (x.new_empty(len(x), len(out_signs)), x.new_empty(h.shape)),
 )

@@ -15,6 +15,8 @@ from panther.kernels.ops.quantized_operands import expanded_codes
 from panther.kernels.reference.folded import fold, tile
 from tolerances import KERNEL_RMS, rms_error
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from panther.errors import SketchMismatchError
 from panther.nn import QuantizedLinear, SKLinear
@@ -404,3 +406,16 @@ def test_sketched_layers_fold_in_cpp_where_nothing_observes_them(monkeypatch):
     with torch.inference_mode():
         assert torch.equal(layer(x), y)
     assert len(calls) == 3
+
+
+@needs_compiler
+def test_modes_see_an_operator_that_folds():
+    layer, x, other = SKLinear(96, 64, 8).requires_grad_(False), torch.randn(5, 96), torch.randn(5, 96)
+    graph = make_fx(layer)(x)
+    assert torch.ops.panther.fold_and_tile.default in {node.target for node in graph.graph.nodes}
+    assert torch.equal(graph(other), layer(other))
+    with FlopCounterMode(display=False):
+        observed = layer(x)
+    assert torch.equal(observed, layer(x))
+    operands = sparse_operands((48, 32, 16), torch.float32, 3)
+    torch.library.opcheck(torch.ops.panther.fold_and_tile.default, (*operands, 0.5))

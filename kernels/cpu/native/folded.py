@@ -5,7 +5,7 @@ __all__ = ["fold_and_tile", "takes"]
 import torch
 from torch import Tensor
 
-from ..._torch import is_plain_call
+from ..._torch import are_transforms_active, is_differentiated_forward, is_tracing
 from . import library
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -19,7 +19,7 @@ def takes(*operands: Tensor | None) -> bool:
     return (
         dtype in _DTYPES
         and all(operand.is_cpu and operand.dtype is dtype and type(operand) in _PLAIN for operand in present)
-        and is_plain_call()
+        and not (are_transforms_active() or is_differentiated_forward() or is_tracing())
         and library() is not None
     )
 
