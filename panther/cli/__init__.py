@@ -74,7 +74,8 @@ class _Parser(argparse.ArgumentParser):
         unknown = [word for word, name in options if not any(flag.startswith(name) for flag in flags)]
         if is_missing and unknown:
             self._refuse(unknown)
-        (self.print_help if is_missing and self._subparsers else self.print_usage)(sys.stderr)
+        has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        (self.print_help if is_missing and has_commands else self.print_usage)(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _refuse(self, words: Sequence[str]) -> NoReturn:
