@@ -339,9 +339,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, down: Tensor, up: Tensor, bias: Any, sizes: _Sizes, saves: bool) -> Tensor:
-        ctx.sizes, size, saved = sizes, _ROWS_AT_ONCE[blocks.dtype][1], [blocks, down, up]
+        ctx.sizes, saved = sizes, [blocks, down, up]
+        rows_at_once = _ROWS_AT_ONCE[blocks.dtype][1]
         y = blocks.new_empty(len(blocks), sizes.n1, sizes.n2)
-        for rows, y_of_rows in zip(blocks.split(size), y.split(size), strict=True):
+        for rows, y_of_rows in zip(blocks.split(rows_at_once), y.split(rows_at_once), strict=True):
             product, h = _blockwise_product(rows, down, up, None, sizes)
             y_of_rows.copy_(product)
             if bias is not None:

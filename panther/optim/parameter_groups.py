@@ -91,9 +91,10 @@ def param_groups(
 def _by_rate(model: nn.Module, entries: list[_Entry], lr: float, decay: float, **settings: Any) -> list[dict[str, Any]]:
     """Return groups of the parameters that AdamW moves, with the rates that their layers state and equal decay."""
     factors: dict[Tensor, float] = {
-        layer.get_parameter(name): factor
+        p: layer.rate_factors[name]
         for _, layer in compressed_layers(model)
-        for name, factor in layer.rate_factors.items()
+        for name, p in layer.named_parameters(recurse=False)
+        if name in layer.rate_factors
     }
     return [
         {"params": [entry for entry in entries if factors.get(entry[1], 1.0) == factor]}
@@ -118,8 +119,8 @@ def sketched_param_groups(
 
     Args:
         model: The model.
-        rank: Rows of the projections. With None there are no hidden matrices, and :class:`torch.optim.AdamW` takes the
-            groups too.
+        rank: Rows of the projections. With None no matrix is hidden, and the groups serve :class:`torch.optim.AdamW`
+            too.
         lr: Learning rate of all groups, except for factors of layers that state another rate, such as
             :attr:`MonarchLinear.rate_factors <panther.nn.MonarchLinear.rate_factors>`.
         weight_decay: Weight decay of all parameters except for vectors.

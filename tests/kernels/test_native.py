@@ -419,3 +419,7 @@ def test_modes_see_an_operator_that_folds():
     assert torch.equal(observed, layer(x))
     operands = sparse_operands((48, 32, 16), torch.float32, 3)
     torch.library.opcheck(torch.ops.panther.fold_and_tile.default, (*operands, 0.5))
+    for place, wrong in ((1, operands[1][:-1]), (2, operands[2][:, :0]), (2, operands[2][:2]), (4, operands[4][1:])):
+        args = [*operands[:place], wrong, *operands[place + 1 :]]
+        with pytest.raises(ValueError, match="fold_and_tile takes x"):
+            folded.fold_and_tile(*args, 0.5)

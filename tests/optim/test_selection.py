@@ -102,6 +102,9 @@ def test_adamw_gets_the_rates_that_layers_state():
         for name, group in found.items():
             assert group["lr"] == pytest.approx(0.01 * factors.get(name, 1))
             assert group["lr"] * group["weight_decay"] == pytest.approx(0 if name.endswith("bias") else 0.002)
+    parametrized = MonarchLinear(192, 96)
+    nn.utils.parametrize.register_parametrization(parametrized, "down", nn.Identity())
+    assert len(sketched_param_groups(nn.Sequential(parametrized), rank=None)) == 3
     layer.down.data.zero_()
     groups = sketched_param_groups(model, rank=None, lr=0.01, weight_decay=0.0)
     optimizer = torch.optim.AdamW(groups)

@@ -38,6 +38,19 @@ def fold_and_tile(
     """Return ``scale h U1 + bias``, and ``scale x U2``, without derivatives; sums are in float32."""
     rows, columns = x.shape
     rank, outputs = h.shape[1], len(out_signs)
+    operands = {
+        "x": x,
+        "in_signs": in_signs,
+        "h": h,
+        "out_signs": out_signs,
+        "bias": out_signs if bias is None else bias,
+    }
+    sizes = (rows, columns), (columns,), (rows, max(rank, 1)), (outputs,), (outputs,)
+    if [operand.shape for operand in operands.values()] != [*sizes]:  # C++ would read beyond them.
+        raise ValueError(
+            "fold_and_tile takes x (rows, in), in_signs (in,), h (rows, R), out_signs (out,) and bias (out,), not "
+            + ", ".join(f"{name} {tuple(operand.shape)}" for name, operand in operands.items())
+        )
     x = x if x.stride(1) == 1 else x.contiguous()
     h, in_signs, out_signs = h.contiguous(), in_signs.contiguous(), out_signs.contiguous()
     bias = None if bias is None else bias.contiguous()
