@@ -27,7 +27,7 @@ import torch
 from panther.kernels.cpu import native
 from torch import Tensor, nn
 
-from benchmarks.harness import ROOT, figure, interleave, main, print_table, read_csv, write_csv
+from benchmarks.harness import RESULTS, ROOT, figure, interleave, main, print_table, read_csv, write_csv
 from panther.errors import MissingExtraError, require_extra
 from panther.nn import QuantizedLinear
 from panther.nn.sketch_record import plain_state
@@ -77,31 +77,34 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
             path = None if quick else write_csv("quantized", rows, device=device)
     if path is not None:
         print(f"written to {path}")
-        if device == "cpu" and torch.get_num_threads() == 1:
-            write_page(read_csv(path))
+        if device == "cpu":
+            write_page()
 
 
-def write_page(rows: list[dict[str, str]]) -> None:
-    """Write the table of the page."""
-    found = {tuple(row[key] for key in ("in", "out", "batch", "dtype", "form")): row for row in rows}
-    lines = [
-        ".. list-table:: Times as fast as nn.Linear of the same dtype, by rows of the batch",
-        "   :header-rows: 1",
-        "",
-    ]
+def write_page() -> None:
+    """Write the tables of the page, one for each processor and number of threads with results."""
+    lines: list[str] = []
 
     def line(*cells: str) -> None:
         lines.extend(f"   {'* -' if not number else '  -'} {cell}" for number, cell in enumerate(cells))
 
-    line("in, out", "", *map(str, BATCHES), "GB/s, 1 row")
-    for dtype, forms in ROWS_FORMS.items():
-        for columns, outputs in SHAPES:
-            for form, name in forms.items():
-                several = [found.get((str(columns), str(outputs), str(n), dtype, form)) for n in BATCHES]
-                if several[0] is not None:
-                    ratios = [f"{float(row['x nn.Linear']):.2f}" if row else "" for row in several]
-                    line(f"{columns}, {outputs}", f"{name}, {dtype}", *ratios, several[0]["gb_per_s"])
-    ROWS_PAGE.write_text("\n".join(lines) + "\n")
+    for path in sorted(RESULTS.glob("quantized-cpu-*-threads-*.csv")):
+        rows = [row for row in read_csv(path) if row["memory"] == "default"]
+        found = {tuple(row[key] for key in ("in", "out", "batch", "dtype", "form")): row for row in rows}
+        batches = [n for n in BATCHES if any(row["batch"] == str(n) for row in rows)]
+        threads = {"1": "one thread", "2": "two threads"}[rows[0]["threads"]]
+        title = f"Times as fast as nn.Linear of the same dtype, by rows of the batch; {rows[0]['device']}, {threads}"
+        lines += [f".. list-table:: {title}", "   :header-rows: 1", ""]
+        line("in, out", "", *map(str, batches), "GB/s, 1 row")
+        for dtype, forms in ROWS_FORMS.items():
+            for columns, outputs in SHAPES:
+                for form, name in forms.items():
+                    several = [found.get((str(columns), str(outputs), str(n), dtype, form)) for n in batches]
+                    if several[0] is not None:
+                        ratios = [f"{float(row['x nn.Linear']):.2f}" if row else "" for row in several]
+                        line(f"{columns}, {outputs}", f"{name}, {dtype}", *ratios, several[0]["gb_per_s"])
+        lines.append("")
+    ROWS_PAGE.write_text("\n".join(lines[:-1]) + "\n")
 
 
 @contextmanager
@@ -243,6 +246,7 @@ def _runtime(form: str, columns: int, outputs: int, x: Tensor, copies: int) -> t
     model = onnx.helper.make_model(graph, opset_imports=domains, ir_version=9)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on the cores of the next call
     session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     binding.bind_cpu_input("x", x.numpy())
