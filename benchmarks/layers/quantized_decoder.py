@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "4 bits": {"bits": 4, "group_size": 64},
     "3 bits": {"bits": 3, "group_size": 64},
     "4 bits + rank 16": {"bits": 4, "group_size": 64, "low_rank": 16},
+    "4 bits, rounded inputs": {"bits": 4, "group_size": 64, "activations": "int8"},
 }
 CONTEXT = 32
 
