@@ -6,6 +6,7 @@ import pytest
 import torch
 from covering import all_pairs
 from panther.kernels.cpu import integers
+from panther.kernels.ops.quantized import has_compiled_kernel
 from panther.kernels.ops.quantized_operands import expanded_codes
 from tolerances import assert_close
 from torch import nn
@@ -23,7 +24,7 @@ def layer(columns=100, rows=60, bias=True, dtype=torch.float32, **form):
     return QuantizedLinear.from_linear(dense, **{"group_size": 32} | form, activations="int8")
 
 
-def formula(module, x):
+def formula(module, x, is_weight_rounded=True):
     """The layer's formula in float64, rounded as the documentation says."""
     wide = copy.deepcopy(module).double()
     wide.activations = None
@@ -31,7 +32,7 @@ def formula(module, x):
     steps = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
     rounded = (x / steps).round().double() * steps.double()
     y = wide(rounded)
-    if module.bits is not None and module.scales.shape[1] > 1:
+    if is_weight_rounded and module.bits is not None and module.scales.shape[1] > 1:
         codes = copy.deepcopy(wide)._operands().codes
         Q = expanded_codes(codes, module.in_features, torch.float64)
         largest = torch.maximum(module.zeros, 2**module.bits - 1 - module.zeros)
@@ -75,6 +76,18 @@ def test_forward_is_the_rounded_formula(form, group_size, columns, rows, bias, d
                 assert_close(output, exact, dtype)
             row = torch.no_grad()(module)(x.unsqueeze(0))[0]
             assert torch.allclose(output, row, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [{"bits": 4}, {"bits": 8}, {"bits": 3, "low_rank": 3}])
+def test_few_rows_meet_the_stored_codes_on_the_compiled_kernel(form, dtype):
+    module = layer(dtype=dtype, **form)
+    is_compiled = has_compiled_kernel(module._operands().codes, dtype)
+    for rows in (1, 16, 17):
+        x = torch.randn(rows, 100, dtype=dtype)
+        exact = formula(module, x, is_weight_rounded=not is_compiled or rows > 16)
+        with torch.no_grad():
+            assert_close(module(x), exact, dtype)
 
 
 def test_torch_multiplies_integers_exactly_where_it_is_used():
