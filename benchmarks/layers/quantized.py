@@ -86,15 +86,20 @@ def write_page() -> None:
     lines: list[str] = []
 
     def line(*cells: str) -> None:
-        lines.extend(f"   {'* -' if not number else '  -'} {cell}" for number, cell in enumerate(cells))
+        lines.extend(f"      {'* -' if not number else '  -'} {cell}".rstrip() for number, cell in enumerate(cells))
 
     for path in sorted(RESULTS.glob("quantized-cpu-*-threads-*.csv")):
         rows = [row for row in read_csv(path) if row["memory"] == "default"]
         found = {tuple(row[key] for key in ("in", "out", "batch", "dtype", "form")): row for row in rows}
         batches = [n for n in BATCHES if any(row["batch"] == str(n) for row in rows)]
         threads = {"1": "one thread", "2": "two threads"}[rows[0]["threads"]]
-        title = f"Times as fast as nn.Linear of the same dtype, by rows of the batch; {rows[0]['device']}, {threads}"
-        lines += [f".. list-table:: {title}", "   :header-rows: 1", ""]
+        lines += [
+            f".. dropdown:: {rows[0]['device']}, {threads}",
+            "",
+            "   .. list-table:: Times as fast as nn.Linear of the same dtype, by rows of the batch",
+            "      :header-rows: 1",
+            "",
+        ]
         line("in, out", "", *map(str, batches), "GB/s, 1 row")
         for dtype, forms in ROWS_FORMS.items():
             for columns, outputs in SHAPES:

@@ -32,7 +32,7 @@ _FLAGS_OF_CAPABILITY = {"AVX2": ("-mno-avx512f",), "AVX512": ("-mprefer-vector-w
 _TIMEOUT_S = 300
 # With more rows, a product with expanded blocks of the weight is faster, and instructions for bfloat16 speed that up.
 # Where AMX multiplies tiles of bfloat16, these serve any number of rows from two on.
-_FEW_ROWS, _FEW_ROWS_BY_INSTRUCTION, _FEW_ROWS_BESIDE_TILES = 16, 8, 1
+_FEW_ROWS, _FEW_ROWS_BY_INSTRUCTION, _FEW_ROWS_BESIDE_TILES = 16, 4, 1
 _DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 

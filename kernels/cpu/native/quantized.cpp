@@ -371,13 +371,16 @@ void multiply_integers(const int8_t* __restrict integers, int64_t length, const 
 
 constexpr int64_t BLOCK = 4;  // rows of x that are multiplied at once
 
-// Calls a function template for blocks of rows, with the first of each.
+// Calls a function template for blocks of rows, with the first of each. Two or three rows that are left are a block too.
 template <class Call>
 void by_blocks(int64_t rows, Call call) {
   int64_t r = 0;
-  for (; r + BLOCK <= rows; r += BLOCK) call(std::integral_constant<int, BLOCK>(), r);
-  for (; r < rows; ++r) call(std::integral_constant<int, 1>(), r);
+  for (; r + 1 < rows; r += BLOCK) call(std::integral_constant<int, BLOCK>(), r);
+  if (r < rows) call(std::integral_constant<int, 1>(), r);
 }
+
+// How many rows the blocks read.
+int64_t padded(int64_t rows) { return rows % BLOCK > 1 ? (rows / BLOCK + 1) * BLOCK : rows; }
 
 // Calls a function for parts of a range that share no number, each in one thread.
 template <class Call>
@@ -387,10 +390,10 @@ void in_threads(int64_t count, int threads, Call call) {
   for (int thread = 0; thread < threads; ++thread) call(count * thread / threads, count * (thread + 1) / threads);
 }
 
-// y (rows, outputs) = x (rows, inputs) W^T + bias.
+// y (rows, outputs) = x (rows, inputs) W^T + bias; x has padded(rows) rows.
 void product(const Weight& weight, const float* bias, const float* x, int64_t rows, float* y, int threads) {
   const int64_t inputs = weight.inputs, outputs = weight.outputs, rank = weight.rank;
-  std::vector<float> inner(rows * rank);  // x R^T diag(c)
+  std::vector<float> inner(padded(rows) * rank);  // x R^T diag(c)
   if (rank) in_threads(rank, threads, [&](int64_t first, int64_t last) {
     for (int64_t term = first; term < last; ++term) {
       by_blocks(rows, [&](auto block, int64_t r) {
@@ -409,16 +412,17 @@ void product(const Weight& weight, const float* bias, const float* x, int64_t ro
         float products[BLOCK] = {}, corrections[BLOCK] = {};
         if (weight.packed) multiply<block()>(weight, row, codes.data(), x + r * inputs, products);
         if (rank) multiply_integers<block()>(weight.left + row * rank, rank, inner.data() + r * rank, corrections);
-        for (int i = 0; i < block(); ++i)
+        for (int i = 0; i < block() && r + i < rows; ++i)
           y[(r + i) * outputs + row] = products[i] + corrections[i] + (bias ? bias[row] : 0.0f);
       });
     }
   });
 }
 
-std::vector<float> floats_of(const uint16_t* halves, int64_t count) {
-  std::vector<float> numbers(halves ? count : 0);
-  for (int64_t i = 0; i < static_cast<int64_t>(numbers.size()); ++i) numbers[i] = from_bfloat16(halves[i]);
+// Numbers in float32, and zeros after them.
+std::vector<float> floats_of(const uint16_t* halves, int64_t count, int64_t zeros = 0) {
+  std::vector<float> numbers(halves ? count + zeros : 0);
+  for (int64_t i = 0; halves && i < count; ++i) numbers[i] = from_bfloat16(halves[i]);
   return numbers;
 }
 
@@ -589,13 +593,21 @@ void panther_tile_product(const Weight* weight, const uint16_t* bias, const uint
 
 // The product in float32.
 void panther_product(const Weight* weight, const float* bias, const float* x, int64_t rows, float* y, int threads) {
+  std::vector<float> numbers;
+  if (padded(rows) != rows) {
+    numbers.assign(x, x + rows * weight->inputs);
+    numbers.resize(padded(rows) * weight->inputs);
+    x = numbers.data();
+  }
   product(*weight, bias, x, rows, y, threads);
 }
 
 // The product in bfloat16, with sums in float32.
 void panther_half_product(const Weight* weight, const uint16_t* bias, const uint16_t* x, int64_t rows, uint16_t* y,
                           int threads) {
-  const auto numbers = floats_of(x, rows * weight->inputs), biases = floats_of(bias, weight->outputs);
+  const int64_t inputs = weight->inputs;
+  const auto numbers = floats_of(x, rows * inputs, (padded(rows) - rows) * inputs);
+  const auto biases = floats_of(bias, weight->outputs);
   std::vector<float> products(rows * weight->outputs);
   product(*weight, bias ? biases.data() : nullptr, numbers.data(), rows, products.data(), threads);
   for (const float number : products) store_one(y++, number);
