@@ -129,7 +129,8 @@ def test_files_of_other_tools_are_measured_where_the_tools_are_installed(capsys)
 
     rows = {row["method"]: row for row in trial_peers.run(quick=True)}
     names = ["GPTQ, 8 bits", "GPTQ, 4 bits", "GPTQ+embeddings, 5 bits", "GPTQ+embeddings, 4 bits"]
-    assert list(rows)[-4:] == names
+    assert [name for name in rows if name.startswith("GPTQ")] == names
+    assert "panther, 4.5 bits" in rows
     sizes = [rows[name]["file_mb"] for name in names]
     assert sizes == sorted(sizes, reverse=True)
     assert min(row["correlation"] for row in rows.values()) > 0.9
