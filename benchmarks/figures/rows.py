@@ -101,7 +101,7 @@ def quantized() -> Rows:
             found = {r["batch"]: float(r["x nn.Linear"]) for r in select(layer, form=form)}
             if found:
                 line: dict[str, float | tuple[float, float]] = {
-                    f"{batch} rows": found[str(batch)] for batch in PAGE_BATCHES
+                    f"{batch} row{'s' if batch > 1 else ''}": found[str(batch)] for batch in PAGE_BATCHES
                 }
                 rows[f"{columns} to {outputs}, {dtype}: {name}"] = line
     return Rows("times as fast as nn.Linear of the same dtype", rows)

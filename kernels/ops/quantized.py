@@ -19,7 +19,7 @@ from .. import reference
 from .._torch import are_transforms_active, int_mm, is_differentiated_forward, is_plain_call, is_tracing
 from ..cpu import integers, native, quantized
 from ..cpu.int4 import PackedCodes
-from ..selection import backend, runs_kernels, use_triton
+from ..selection import backend, multiplies_by_instruction, runs_kernels, use_triton
 from ._plans import Plans, plan_key
 from .library import define, is_exporting, refused_dtype
 from .quantized_operands import (
@@ -45,7 +45,8 @@ _FEW_ROWS = 16
 _FEW_ROWS_RANK = 32
 # Up to this many rounded rows are multiplied by the stored codes of a weight with groups. As integers 16 rows take 1.0
 # to 2.0 times as long on a Zen 4, and one row 2.7 to 7.1 times, because the weight is rounded again in each call.
-_STORED_CODES_ROWS = 16
+# With instructions for bfloat16, 32 rows take 1.2 to 2.0 times as long as integers, and 128 rows 1.1 times.
+_STORED_CODES_ROWS, _STORED_CODES_ROWS_BY_INSTRUCTION = 16, 128
 
 
 def quantized_matmul(
@@ -253,9 +254,12 @@ def _without_gradients(
 def _reads_stored_codes(x: Tensor, weight: QuantizedOperands) -> bool:
     """Return whether rounded rows are multiplied by the stored codes, because making integers of them takes longer."""
     codes = weight.codes
-    if codes is None or codes.scales.shape[1] == 1 or x.numel() > _STORED_CODES_ROWS * weight.columns:
+    if codes is None or codes.scales.shape[1] == 1 or not native.takes(codes, x.dtype):
         return False
-    return native.takes(codes, x.dtype)
+    if x.numel() <= _STORED_CODES_ROWS * weight.columns:
+        return True
+    is_few = x.numel() <= _STORED_CODES_ROWS_BY_INSTRUCTION * weight.columns
+    return is_few and x.dtype is torch.bfloat16 and multiplies_by_instruction(x.dtype)
 
 
 def _by_expansion(x: Tensor, weight: QuantizedOperands, bias: Tensor | None, rounds_input: bool) -> Tensor:

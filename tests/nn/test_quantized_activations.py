@@ -8,6 +8,7 @@ from covering import all_pairs
 from panther.kernels.cpu import integers
 from panther.kernels.ops.quantized import has_compiled_kernel
 from panther.kernels.ops.quantized_operands import expanded_codes
+from panther.kernels.selection import multiplies_by_instruction
 from tolerances import assert_close
 from torch import nn
 
@@ -82,10 +83,11 @@ def test_forward_is_the_rounded_formula(form, group_size, columns, rows, bias, d
 @pytest.mark.parametrize("form", [{"bits": 4}, {"bits": 8}, {"bits": 3, "low_rank": 3}])
 def test_few_rows_meet_the_stored_codes_on_the_compiled_kernel(form, dtype):
     module = layer(dtype=dtype, **form)
-    is_compiled = has_compiled_kernel(module._operands().codes, dtype)
-    for rows in (1, 16, 17):
+    most = 128 if dtype is torch.bfloat16 and multiplies_by_instruction(dtype) else 16
+    most = most if has_compiled_kernel(module._operands().codes, dtype) else 0
+    for rows in (1, 16, 17, 128, 129):
         x = torch.randn(rows, 100, dtype=dtype)
-        exact = formula(module, x, is_weight_rounded=not is_compiled or rows > 16)
+        exact = formula(module, x, is_weight_rounded=rows > most)
         with torch.no_grad():
             assert_close(module(x), exact, dtype)
 
