@@ -16,6 +16,8 @@ WITH_EMBEDDINGS = "files-peers-encoder-cpu-amd-epyc-threads-1"
 ONNX = "onnx-cpu-amd-epyc-threads-1"
 SPEED = "frontier-speed-encoder-cpu-amd-epyc-threads-1"
 TEXT = "scratch-text-transformer-cpu-amd-epyc-threads-1"
+PACKED = "frontier-speed-encoder-packed-cpu-intel-xeon-threads-1"
+DECODER = "quantized-decoder-cpu-amd-epyc-threads-1"
 ON_AMD = "frontier-encoder-cpu-amd-epyc-threads-1"
 
 
@@ -68,6 +70,12 @@ def speeds(form):
     """How many times as fast as float32 the encoder is, on both processors."""
     names = [SPEED, "frontier-speed-encoder-cpu-intel-xeon-threads-1"]
     return [value for name in names for value in values(name, "x float32", form=form)]
+
+
+def packed_beside_dense():
+    """Times of the encoder at 4.5 bits, relative to dense ones, both in bfloat16, by sentences in a batch."""
+    dense, packed = (values(PACKED, "x float32", form=form) for form in ("bfloat16", "4.5 bits, bfloat16"))
+    return [theirs / ours for ours, theirs in zip(packed, dense, strict=True)]
 
 
 def attention(length):
@@ -204,6 +212,11 @@ FIRST_PAGES = [
     ("layers and {} s with sketched ones", lambda: slow_link("sketched, ddp", "step_ms"), 2),
     ("shorten both to {} s: the bf16", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
     ("are {} times as fast as torch's gels", least_squares, 1),
+    ("is {} times as fast as in bfloat16)", lambda: one(DECODER, "x bfloat16", decoder="4 bits, bfloat16"), 1),
+]
+README = [
+    ("encoder at 4.5 bits takes {} to", lambda: min(packed_beside_dense()), 2),
+    ("to {} of the dense time", lambda: max(packed_beside_dense()), 2),
 ]
 LANDING = [
     ("ranks 1 pair in {} differently", lambda: pairs(FILES, "panther, 3.7 bits"), 0),
@@ -222,6 +235,7 @@ QUOTED = [
     *(("docs/start/which-tool.rst", *quoted) for quoted in WHICH_TOOL),
     *(("docs/benchmarks/advisor.rst", *quoted) for quoted in ADVISOR),
     *((page, *quoted) for page in ("docs/index.rst", "README.md") for quoted in FIRST_PAGES),
+    *(("README.md", *quoted) for quoted in README),
     *(("docs/index.rst", *quoted) for quoted in LANDING),
 ]
 
