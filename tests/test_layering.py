@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import waits
+from panther.kernels import has_compiled_kernel
 from torch import nn
 
 import panther
@@ -235,7 +236,8 @@ def test_a_small_compression_enters_few_files():
             sys.setprofile(profiler)
     assert "panther/compression/_compress.py" in entered
     entered.discard("panther/integrations/import_hook.py")  # Python asks it in each search for a module.
-    assert len(entered) <= MAXIMUM_ENTERED, sorted(entered)
+    without_compiler = not has_compiled_kernel()  # its codes are unpacked by a file more
+    assert len(entered) <= MAXIMUM_ENTERED + without_compiler, sorted(entered)
 
 
 def test_import_is_light():
