@@ -15,6 +15,7 @@ from importlib import import_module
 import pytest
 import torch.distributed as dist
 import waits
+from panther.kernels import has_compiled_kernel
 
 import panther
 from panther.cli import _COMMANDS, main
@@ -312,7 +313,10 @@ def test_demo_end_to_end(tmp_path, capfd):
     options = ["--epochs=2", "--runs=1", "--hidden=128", "--sketch-size=4", "--device=cpu", f"--out={out}"]
     assert main(["demo", *options]) == 0
     printed, err = capfd.readouterr()
-    assert err == ""
+    messages = err.splitlines()
+    if not has_compiled_kernel():
+        messages = [message for message in messages if "run without the compiled CPU kernel" not in message]
+    assert messages == []
     for kind in ("dense", "narrower", "pair", "sketched", "Monarch"):
         assert json.loads((out / f"{kind}-0" / "panther.json").read_text())["format"] == "panther"
     lines = {
