@@ -13,6 +13,7 @@ __all__ = [
     "int8_weight_mm",
     "int_mm",
     "is_differentiated_forward",
+    "is_in_export",
     "is_plain_call",
     "is_tracing",
     "only_vmap_is_active",
@@ -57,6 +58,15 @@ def float32_precision() -> str:
     """
     precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
     return precision
+
+
+def is_in_export() -> bool:
+    """Return whether torch.export records.
+
+    The public ``torch.compiler.is_exporting``, which is the fallback, reads this too, but the compiler of torch 2.11
+    takes it for true, so that compiled models would run without the kernels.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def only_vmap_is_active() -> bool:

@@ -25,6 +25,7 @@ from .._torch import (
     are_transforms_active,
     can_autocast,
     is_differentiated_forward,
+    is_in_export,
     is_plain_call,
     only_vmap_is_active,
 )
@@ -143,7 +144,7 @@ def is_exporting() -> bool:
 
     It should hold operators that these programs know, and no branch on the size of a batch.
     """
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return is_in_export() or torch.jit.is_tracing()
 
 
 def needs_torch() -> bool:

@@ -11,7 +11,7 @@ __all__ = ["code_bytes", "pack_codes", "quantized_matmul", "spread", "unpack_cod
 import torch
 from torch import Tensor
 
-from .._torch import are_transforms_active
+from .._torch import are_transforms_active, is_in_export
 
 MIDDLE = 128  # is subtracted from codes of 8 bits, by flipping their highest bit
 
@@ -162,7 +162,7 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
 
 def _unpacked_by_parts(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
     """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them."""
-    if torch.compiler.is_exporting():  # ONNX's exporter writes shifts of signed integers.
+    if is_in_export():  # ONNX's exporter writes shifts of signed integers.
         packed = packed.to(torch.int32)
     codes, start = None, 0
     for width, shift in parts:

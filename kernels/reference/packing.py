@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .._torch import is_in_export
+
 _WORD = 32
 
 
@@ -58,7 +60,7 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
         ... )
         tensor([[ 1., -1., -1.]])
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # no views of another dtype
+    if is_in_export() or torch.jit.is_tracing():  # no views of another dtype
         shift = torch.arange(_WORD, dtype=torch.int32, device=words.device)
         return (1 - 2 * (torch.bitwise_right_shift(words[:, :, None], shift) & 1)).to(dtype).flatten(1)[:, :n]
     if words.dtype is not torch.int32 or words.dim() != 2 or n < 0 or words.shape[1] != -(-n // _WORD):

@@ -66,8 +66,11 @@ class Pool:
         # A collective operation gives up only after the wait below, which knows a hang from a busy machine.
         timeout_s = 2 * waits.LONGEST * limit_s
         job = _pickled((work, args, _state(), f"{self.folder}/store-{self.jobs}", timeout_s))
-        for pipe in self.pipes:
-            pipe.send_bytes(job)
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(job)
+            except BrokenPipeError:
+                raise RankError(f"rank {rank} ended after job {self.jobs - 1}, {self._ended(rank)}") from None
         results, deadline, reusable = {}, waits.Deadline(limit_s), True
         while len(results) < len(self.pipes):
             missing = [rank for rank in range(len(self.pipes)) if rank not in results]
@@ -89,13 +92,16 @@ class Pool:
         try:
             outcome, value, clean, seconds = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            _, status = os.waitpid(self.pids[rank], 0)
-            self.pids[rank] = None
-            raise RankError(f"rank {rank} ended with exit code {os.waitstatus_to_exitcode(status)}") from None
+            raise RankError(f"rank {rank} ended {self._ended(rank)}") from None
         self.processor_s += seconds
         if outcome == "raised":
             raise RankError(f"rank {rank} of {len(self.pipes)} raised {value}")
         return value, clean
+
+    def _ended(self, rank):
+        _, status = os.waitpid(self.pids[rank], 0)
+        self.pids[rank] = None
+        return f"with exit code {os.waitstatus_to_exitcode(status)}"
 
     def close(self):
         """End the processes; the pool cannot be used after it."""
