@@ -101,8 +101,9 @@ def test_full_runs_are_of_scripts(monkeypatch):
     runs = json.loads((DOCS / "gallery/full-runs.json").read_text())
     assert set(runs) <= set(NAMES)
     figures = {name: sum(len(block["figures"]) for block in run["blocks"]) for name, run in runs.items()}
-    for name, number in figures.items():
-        assert (DOCS / f"_static/gallery/{Path(name).stem}-{number}.png").exists()
+    for name, count in figures.items():
+        for number in range(1, count + 1):
+            assert (DOCS / f"_static/gallery/{Path(name).stem}-{number}.png").exists()
     script = '"""Text."""\nf(1)  # why\n'
     assert digest(script) == digest('"""Other text."""\n\n# %%\n# More\nf(\n    1,\n)  # why\n')
     assert digest(script) != digest(script.replace("1", "2"))
