@@ -41,8 +41,8 @@ class QuantizedLinear(LinearGeometry, QuantizedMatrix):
     Args:
         activations: ``"int8"`` rounds each row of the input to 8 bits, with one step per row, so that integers can be
             multiplied. A weight with more than one group in a row is rounded again, to 8 bits with one step per row,
-            except for up to 16 rows, or 128 in bfloat16, on the compiled kernel, which reads the stored codes. The error
-            of the output is about 1 %. None does not round the input.
+            except for up to 16 rows, or 128 in bfloat16, on the compiled kernel, which reads the stored codes. The
+            error of the output is about 1 %. None does not round the input.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features)``.
