@@ -45,7 +45,7 @@ _FEW_ROWS = 16
 _FEW_ROWS_RANK = 32
 # Up to this many rounded rows are multiplied by the stored codes of a weight with groups. As integers 16 rows take 1.0
 # to 2.0 times as long on a Zen 4, and one row 2.7 to 7.1 times, because the weight is rounded again in each call.
-# With instructions for bfloat16, 32 rows take 1.2 to 2.0 times as long as integers, and 128 rows 1.1 times.
+# In bfloat16, with instructions for it, integers of 32 rows take 1.2 to 2.0 times as long, and of 128 rows 1.1 times.
 _STORED_CODES_ROWS, _STORED_CODES_ROWS_BY_INSTRUCTION = 16, 128
 
 
