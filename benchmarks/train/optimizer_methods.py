@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ QUARTER = 0.25  # of the numbers that AdamW's states have
 _BETAS = (0.9, 0.98)
 _DECAY = 0.1
 _FINE_TUNING = 0.02  # learning rates of pretrained networks, relative to those of random weights
+_FIRST_RATES_WIDTH = 192  # of the networks whose best rates the first rates are near
 Optimizer = torch.optim.Optimizer
 
 
@@ -51,7 +53,7 @@ class Method:
         name: Name of the method.
         build: Return the network of a task.
         optimizer: Return the optimizer of this network at a learning rate.
-        first_rates: Learning rates that a sweep begins with, for random weights.
+        first_rates: Learning rates that a sweep begins with, for random weights and width 192.
         most_rates: Largest number of learning rates of a sweep.
         seeds: Seeds; the sweep has the first one.
     """
@@ -64,8 +66,10 @@ class Method:
     seeds: tuple[int, ...] = (0, 1, 2)
 
     def rates(self, task: OptimizerTask) -> tuple[float, ...]:
-        """Return the learning rates that the sweep of a task begins with."""
-        return tuple(figure((_FINE_TUNING if task.is_pretrained else 1.0) * lr) for lr in self.first_rates)
+        """Return the learning rates that the sweep of a task begins with: lower ones for wide networks."""
+        by_width = 2.0 ** min(0, round(math.log2(_FIRST_RATES_WIDTH / task.width)))  # keeps to the steps of 2
+        factor = _FINE_TUNING if task.is_pretrained else by_width
+        return tuple(figure(factor * lr) for lr in self.first_rates)
 
 
 class Adapter(nn.Module):

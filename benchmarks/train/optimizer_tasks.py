@@ -182,7 +182,7 @@ def _images(width: int, quick: bool) -> OptimizerTask:
         width,
         lambda fraction: _narrowed(build, width, shape.heads, fraction),
         lambda layer: layer.startswith("blocks."),
-        batch(4 if quick else 32),
+        batch(4 if quick else 32 if width < 512 else 8),
         (parts(halves[0]), parts(halves[1])),
         steps=4 if quick else 400,
     )

@@ -26,7 +26,7 @@ from panther.errors import PerformanceWarning
 DENSE = "dense"
 FRACTIONS = {"a quarter": 0.25, "a tenth": 0.1}
 WIDTHS = (192, 512)
-DENSE_RATES = (7.5e-4, 1.5e-3, 3e-3)
+DENSE_RATES = (1.5e-3,)
 Builder = Callable[[int, int, float, bool], nn.Module]
 
 
@@ -87,12 +87,12 @@ def narrower(fraction: float, task: OptimizerTask) -> nn.Module:
 
 
 KINDS: dict[str, tuple[Builder, tuple[float, ...]]] = {
-    "sparse": (_sketched("sparse"), (1.5e-3, 3e-3, 6e-3)),
-    "signs": (_sketched("signs"), (1.5e-3, 3e-3, 6e-3)),
-    "pair": (_pair, (1.5e-3, 3e-3, 6e-3)),
-    "Monarch": (_monarch, (3e-3, 6e-3, 1.2e-2)),
+    "sparse": (_sketched("sparse"), (3e-3,)),
+    "signs": (_sketched("signs"), (1.5e-3,)),
+    "pair": (_pair, (1.5e-3,)),
+    "Monarch": (_monarch, (6e-3,)),
 }
-"""Functions that make a layer, and the learning rates that a sweep begins with."""
+"""Functions that make a layer, and the learning rate that a sweep begins with."""
 
 
 def _methods() -> list[Method]:
