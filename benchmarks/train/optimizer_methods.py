@@ -7,6 +7,8 @@ of AdamW's states, except for ``"tensor, rank 1"``.
 
 __all__ = [
     "BASELINE",
+    "BETAS",
+    "DECAY",
     "METHODS",
     "QUARTER",
     "Adapter",
@@ -16,6 +18,7 @@ __all__ = [
     "largest_size",
     "muon",
     "replace_layer",
+    "sketched_adamw",
     "state_sizes",
     "whole",
 ]
@@ -38,8 +41,8 @@ from panther.errors import PerformanceWarning, require_extra
 
 BASELINE = "AdamW"
 QUARTER = 0.25  # of the numbers that AdamW's states have
-_BETAS = (0.9, 0.98)
-_DECAY = 0.1
+BETAS = (0.9, 0.98)
+DECAY = 0.1
 _FINE_TUNING = 0.02  # learning rates of pretrained networks, relative to those of random weights
 _FIRST_RATES_WIDTH = 192  # of the networks whose best rates the first rates are near
 Optimizer = torch.optim.Optimizer
@@ -162,18 +165,18 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the trained parameters in groups: matrices, and vectors without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = ([p for p in trained if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def adamw(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
     """Return AdamW for all parameters."""
-    return torch.optim.AdamW(_groups(model), lr=lr, betas=_BETAS)
+    return torch.optim.AdamW(_groups(model), lr=lr, betas=BETAS)
 
 
 def _adamw_of_8_bits(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
     torchao: Any = require_extra("torchao.optim", "torchao")
-    optimizer: Optimizer = torchao.AdamW8bit(_groups(model), lr=lr, betas=_BETAS)
+    optimizer: Optimizer = torchao.AdamW8bit(_groups(model), lr=lr, betas=BETAS)
     return optimizer
 
 
@@ -184,17 +187,18 @@ def _adafactor(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
 def muon(task: OptimizerTask, model: nn.Module, lr: float) -> Optimizer:
     """Return MuonAdamW for the hidden layers."""
     groups = pr.optim.param_groups(
-        model, lr=lr, factor_lr=lr, weight_decay=_DECAY, include=lambda name, _: task.is_hidden(name)
+        model, lr=lr, factor_lr=lr, weight_decay=DECAY, include=lambda name, _: task.is_hidden(name)
     )
-    return pr.optim.MuonAdamW(groups, betas=_BETAS)
+    return pr.optim.MuonAdamW(groups, betas=BETAS)
 
 
-def _sketched_adamw(task: OptimizerTask, model: nn.Module, lr: float, *, update: str, rank: int | None) -> Optimizer:
+def sketched_adamw(task: OptimizerTask, model: nn.Module, lr: float, *, update: str, rank: int | None) -> Optimizer:
+    """Return SketchedAdamW; rank None takes the largest with a quarter of the numbers that AdamW's states have."""
     if rank is None:
         limit, most = QUARTER * 2 * _trained_numbers(model), min(task.width, 256)
         rank = largest_size(functools.partial(_sketched_numbers, model), limit, most)
-    groups = pr.optim.sketched_param_groups(model, rank=rank, lr=lr, weight_decay=_DECAY)
-    return pr.optim.SketchedAdamW(groups, rank=rank, update=update, betas=_BETAS, seed=0)
+    groups = pr.optim.sketched_param_groups(model, rank=rank, lr=lr, weight_decay=DECAY)
+    return pr.optim.SketchedAdamW(groups, rank=rank, update=update, betas=BETAS, seed=0)
 
 
 def _sketched_numbers(model: nn.Module, rank: int) -> int:
@@ -207,7 +211,7 @@ def _sketched_numbers(model: nn.Module, rank: int) -> int:
 
 
 def _sketched(name: str, update: str, rank: int | None = None) -> Method:
-    optimizer = functools.partial(_sketched_adamw, update=update, rank=rank)
+    optimizer = functools.partial(sketched_adamw, update=update, rank=rank)
     return Method(name, whole, optimizer, (6e-3, 1.2e-2, 2.4e-2))
 
 

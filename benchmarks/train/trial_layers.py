@@ -3,7 +3,8 @@
 The hidden layers of a network are replaced by layers with a quarter or a tenth of their numbers: an SKLinear with
 sparse sketches or with dense signs, a MonarchLinear, or a pair of factors. Beside them stand the dense network, and the
 widest narrower one that has at most as many numbers. The tasks, the sweep of learning rates and the rows are those of
-trial_optimizers.py.
+trial_optimizers.py. A sweep of one seed with Muon, with SketchedAdamW, and with AdamW at the rates that layers state
+shows what a layer loses at the dense network's rate.
 """
 
 __all__ = ["METHODS", "with_layers"]
@@ -17,7 +18,17 @@ import torch
 from torch import nn
 
 import panther as pr
-from benchmarks.train.optimizer_methods import Method, adamw, hidden_layers, muon, replace_layer, whole
+from benchmarks.train.optimizer_methods import (
+    BETAS,
+    DECAY,
+    Method,
+    adamw,
+    hidden_layers,
+    muon,
+    replace_layer,
+    sketched_adamw,
+    whole,
+)
 from benchmarks.train.optimizer_tasks import OptimizerTask
 from benchmarks.train.scratch_forms import LowRank
 from benchmarks.train.trial_optimizers import main
@@ -95,15 +106,30 @@ KINDS: dict[str, tuple[Builder, tuple[float, ...]]] = {
 """Functions that make a layer, and the learning rate that a sweep begins with."""
 
 
+def _stated_rates(task: OptimizerTask, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Return AdamW with one rate, times the factors that layers state."""
+    return torch.optim.AdamW(pr.optim.sketched_param_groups(model, rank=None, lr=lr, weight_decay=DECAY), betas=BETAS)
+
+
+OTHER_OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "stated rates": (_stated_rates, 1.5e-3),
+    "Muon": (muon, 3e-3),
+    "SketchedAdamW": (functools.partial(sketched_adamw, update="channel", rank=None), 6e-3),
+}
+"""Optimizers with the functions for parameter groups, and the learning rate that a sweep of one seed begins with."""
+
+
 def _methods() -> list[Method]:
-    methods = [Method(DENSE, whole, adamw, DENSE_RATES), Method(f"{DENSE}, Muon", whole, muon)]
+    builders: dict[str, tuple[Callable[[OptimizerTask], nn.Module], tuple[float, ...]]] = {DENSE: (whole, DENSE_RATES)}
     for size, fraction in FRACTIONS.items():
-        builders = {"narrower": (functools.partial(narrower, fraction), DENSE_RATES)} | {
-            kind: (functools.partial(with_layers, build, fraction), rates) for kind, (build, rates) in KINDS.items()
-        }
-        for kind, (build, rates) in builders.items():
-            methods.append(Method(f"{kind}, {size}", build, adamw, rates))
-            methods.append(Method(f"{kind}, {size}, Muon", build, muon))
+        builders[f"narrower, {size}"] = functools.partial(narrower, fraction), DENSE_RATES
+        for kind, (build, rates) in KINDS.items():
+            builders[f"{kind}, {size}"] = functools.partial(with_layers, build, fraction), rates
+    methods = [Method(name, build, adamw, rates) for name, (build, rates) in builders.items()]
+    for other, (optimizer, lr) in OTHER_OPTIMIZERS.items():
+        methods += [
+            Method(f"{name}, {other}", build, optimizer, (lr,), seeds=(0,)) for name, (build, _) in builders.items()
+        ]
     return methods
 
 
