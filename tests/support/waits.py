@@ -160,7 +160,7 @@ def join(pids, limit_s=120):
 
 
 def stack_of(pid):
-    """Return the Python stacks of all threads of a process, without pytest's frames.
+    """Return the Python stacks of all threads of a process, without pytest's frames, and what Python does not show.
 
     The empty string if the process was not forked from this one, or has replaced itself by another program.
     """
@@ -175,7 +175,25 @@ def stack_of(pid):
         if size > seen:
             seen, unchanged = size, Deadline(0.2)
     stacks = os.pread(_stacks_file, seen - begin, begin).decode(errors="replace")
-    return "".join(line for line in stacks.splitlines(keepends=True) if not re.search("[/_]pytest/|/pluggy/", line))
+    lines = [line for line in stacks.splitlines(keepends=True) if not re.search("[/_]pytest/|/pluggy/", line)]
+    return "".join([*lines, *_threads(pid), *_waiting_bytes(pid)])
+
+
+def _threads(pid):
+    """Yield the name of each thread of a process, and what it waits for in the kernel."""
+    for folder in glob.glob(f"/proc/{pid}/task/*"):
+        with contextlib.suppress(OSError), open(f"{folder}/comm") as name, open(f"{folder}/wchan") as place:
+            yield f"  thread {name.read().strip()}: {place.read()}\n"
+
+
+def _waiting_bytes(pid):
+    """Yield the TCP connections of a process with bytes that it has not read, or that the other end has not taken."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/net/tcp") as connections:
+        own = {os.readlink(path) for path in glob.glob(f"/proc/{pid}/fd/*") if os.path.islink(path)}
+        for fields in map(str.split, [*connections][1:]):
+            unsent, unread = (int(queue, 16) for queue in fields[4].split(":"))
+            if f"socket:[{fields[9]}]" in own and unsent + unread:
+                yield f"  connection {fields[1]} to {fields[2]}: {unsent} bytes unsent, {unread} unread\n"
 
 
 def _catches(pid):
