@@ -2,10 +2,10 @@
 
 They go to files .inc of docs/benchmarks, one a subject: for each task and width, what each method reaches at
 equal steps and at equal time, the memory of its states, and the time of a step. optimizers-summary.inc has the losses
-of the main methods on all tasks.
+of the main methods on all tasks, and layers-rates.inc what a kind of layer loses at the rate of the dense network.
 """
 
-__all__ = ["method_table", "summary_table"]
+__all__ = ["method_table", "rates_table", "summary_table"]
 
 import csv
 import io
@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from benchmarks.figures.frontier_table import cpu_name, short
 from benchmarks.figures.layout import by_cpu
 from benchmarks.harness import RESULTS, ROOT
+from benchmarks.train.trial_layers import DENSE, OTHER_OPTIMIZERS
 
 PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
 UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
 SUBJECTS = ("optimizers", "default-optimizers", "activations", "layers")
 SUMMARIZED = "optimizers"
+SWEPT = "layers"
 MAIN_METHODS = ("AdamW", "channel, a quarter", "tensor, rank 1", "Muon", "AdamW, narrower", "Adafactor")
 GENERATED = ".. Written by python -m benchmarks.figures.optimizers_table.\n\n"
 Rows = list[dict[str, str]]
@@ -70,6 +72,49 @@ def summary_table(tables: Sequence[tuple[str, Rows]]) -> str:
     return _csv_table("Losses after equal steps / after equal time", [("", *MAIN_METHODS), *lines])
 
 
+def rates_table(tables: Sequence[tuple[str, Rows]]) -> str:
+    """Return the loss of each kind of layer at the dense network's best rate and at its own, for the first seed.
+
+    Args:
+        tables: As for :func:`summary_table`.
+    """
+    lines = []
+    for name, runs in tables:
+        for optimizer in ("", *OTHER_OPTIMIZERS):
+            methods = dict.fromkeys(row["method"] for row in runs if _optimizer_of(row["method"]) == optimizer)
+            sweeps = {method.removesuffix(f", {optimizer}"): _sweep(runs, method) for method in methods}
+            dense = sweeps.pop(DENSE, None) or _sweep(runs, DENSE)  # layers state rates for AdamW
+            dense_rate = min(dense, key=dense.__getitem__)
+            for kind, losses in sweeps.items():
+                best = min(losses, key=losses.__getitem__)
+                at_dense = losses.get(dense_rate)
+                lines.append(
+                    [
+                        " ".join(name.rsplit("-", 1)),
+                        optimizer or "AdamW",
+                        kind,
+                        f"{dense_rate:g}",
+                        "" if at_dense is None else f"{at_dense:.3f}",
+                        f"{best:g}",
+                        f"{losses[best]:.3f}",
+                        "" if at_dense is None else f"{at_dense - losses[best]:.3f}",
+                    ]
+                )
+    head = ("", "Optimizer", "Layer", "Dense rate", "Loss there", "Best rate", "Loss there", "Lost")
+    return _csv_table("Loss at the dense network's best rate and at the layer's own, one seed", [head, *lines])
+
+
+def _sweep(runs: Rows, method: str) -> dict[float, float]:
+    """Return the losses of the first seed after equal steps, by learning rate."""
+    of_method = [row for row in runs if (row["method"], row["equal"], row["seed"]) == (method, "steps", "0")]
+    return {float(row["lr"]): float(row["loss"]) for row in of_method}
+
+
+def _optimizer_of(method: str) -> str:
+    """Return the optimizer that a method of the trial of layers names; the empty string for AdamW at one rate."""
+    return next((name for name in OTHER_OPTIMIZERS if method.endswith(f", {name}")), "")
+
+
 def _csv_table(title: str, rows: Sequence[Sequence[str]]) -> str:
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(rows)
@@ -99,14 +144,17 @@ def main() -> None:
         parts, tables = [GENERATED], []
         for name in _subjects(subject):
             found = [by_cpu(f"{subject}-{name}{suffix}", 1) for suffix in ("", "-speed")]
-            for device in found[0]:
-                parts.append(method_table(name, found[0][device], found[1].get(device, [])))
-                tables.append((name, found[0][device]))
+            for device, runs in found[0].items():
+                main_runs = [row for row in runs if not _optimizer_of(row["method"])]
+                parts.append(method_table(name, main_runs, found[1].get(device, [])))
+                tables.append((name, runs))
         if len(parts) == 1:
             continue  # no results
         pages = {subject: "".join(parts)}
         if subject == SUMMARIZED:
             pages[f"{subject}-summary"] = GENERATED + summary_table(tables)
+        if subject == SWEPT:
+            pages[f"{subject}-rates"] = GENERATED + rates_table(tables)
         for page, content in pages.items():
             path = PAGES / f"{page}.inc"
             path.write_text(content.rstrip("\n") + "\n", encoding="utf-8")

@@ -6,7 +6,8 @@ The tasks are those of optimizer_tasks.py, the methods those of optimizer_method
 2. The learning rate is chosen on one half of the held-out data with one seed, in steps of 2, and the sweep continues
    while the best rate is at its end. At this rate two more seeds are trained. The reported loss is that of the other
    half.
-3. Three seeds are trained again at this rate, for as many steps as fit into the time of AdamW's.
+3. Three seeds are trained again at this rate, for as many steps as fit into the time of AdamW's. A method of one seed
+   is only swept.
 
 Peak memory is what parameters, gradients, activations and states take together. Methods of equal memory are those
 whose states take about a quarter of the memory of AdamW's. Each row that is measured is appended to a file in the
@@ -177,6 +178,8 @@ class Trial:
         """Measure all rows of the method."""
         speed = self.progress.measure(self.case | {"equal": "speed"}, self._measure_step)
         lr = self._sweep()
+        if len(self.method.seeds) == 1:
+            return  # a sweep alone
         for seed in self.method.seeds[1:]:
             self._train("steps", lr, seed, self.task.steps)
         if self.method.name != self.baseline.name:
@@ -287,7 +290,7 @@ def planned(
         for width in _widths_of(name, widths):
             task = build(width, False)
             runs = sum(
-                min(_EXPECTED_RATES, method.most_rates) + 2 * len(method.seeds) - 1
+                min(_EXPECTED_RATES, method.most_rates) + (2 * len(method.seeds) - 1 if len(method.seeds) > 1 else 0)
                 for method in methods
                 if method.name not in task.excluded
             )

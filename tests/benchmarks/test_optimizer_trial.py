@@ -56,9 +56,13 @@ def test_all_methods_run_on_images_and_times_are_measured_in_turns(trial):
     from benchmarks.train.optimizer_methods import METHODS
 
     progress = trial.Progress()
-    methods = [replace(METHODS[name], most_rates=1, seeds=(0,)) for name in ("AdamW", "tensor, rank 1")]
-    assert [task.name for task in trial.run(["images"], methods, progress, quick=True)] == ["images"] * 2
-    assert [row["equal"] for row in progress.rows] == ["speed", *["steps"] * 3, "speed", *["steps"] * 3, "time"]
+    seeds = {"AdamW": (0, 1), "tensor, rank 1": (0, 1), "Muon": (0,)}
+    methods = [replace(METHODS[name], most_rates=1, seeds=of_method) for name, of_method in seeds.items()]
+    assert [task.name for task in trial.run(["images"], methods, progress, quick=True)] == ["images"] * 3
+    kinds = {name: [row["equal"] for row in progress.rows if row["method"] == name] for name in seeds}
+    swept = ["speed", *["steps"] * 3]
+    expected = {"AdamW": [*swept, "steps"], "tensor, rank 1": [*swept, "steps", "time", "time"], "Muon": swept}
+    assert kinds == expected
     assert all(row["x_adamw"] > 0 for row in progress.rows if row["equal"] == "speed")
 
 
@@ -96,3 +100,24 @@ def test_default_optimizers_select_matrices_by_themselves():
     numbers = state_numbers(METHODS)
     assert numbers["MuonAdamW"] < numbers["AdamW"]
     assert numbers["SketchedAdamW"] < numbers["AdamW"]
+
+
+def test_rates_are_compared_with_those_of_the_dense_network_under_the_same_optimizer():
+    from benchmarks.figures.optimizers_table import rates_table
+
+    def rows(method, losses):
+        common = {"method": method, "equal": "steps", "seed": "0"}
+        return [common | {"lr": str(lr), "loss": str(loss)} for lr, loss in losses.items()]
+
+    runs = [
+        *rows("dense", {0.001: 2.0, 0.002: 2.5}),
+        *rows("Monarch, a tenth", {0.002: 2.25, 0.004: 2.5}),
+        *rows("Monarch, a tenth, stated rates", {0.001: 2.375, 0.002: 2.125}),
+        *rows("dense, Muon", {0.004: 3.0, 0.008: 2.0}),
+        *rows("Monarch, a tenth, Muon", {0.004: 1.0, 0.008: 1.5}),
+    ]
+    assert rates_table([("words-96", runs)]).rstrip().splitlines()[4:] == [
+        '   words 96,AdamW,"Monarch, a tenth",0.001,,0.002,2.250,',
+        '   words 96,stated rates,"Monarch, a tenth",0.001,2.375,0.002,2.125,0.250',
+        '   words 96,Muon,"Monarch, a tenth",0.008,1.500,0.004,1.000,0.500',
+    ]
