@@ -20,7 +20,7 @@ from benchmarks.train.trial_layers import DENSE, OTHER_OPTIMIZERS
 PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
 UNITS = {"characters": "nats a character", "images": "nats an image", "encoder": "nats a gloss"}
-SUBJECTS = ("optimizers", "default-optimizers", "activations", "layers")
+SUBJECTS = ("optimizers", "default-optimizers", "activations", "layers", "places")
 SUMMARIZED = "optimizers"
 SWEPT = "layers"
 MAIN_METHODS = ("AdamW", "channel, a quarter", "tensor, rank 1", "Muon", "AdamW, narrower", "Adafactor")

@@ -7,7 +7,7 @@ trial_optimizers.py. A sweep of one seed with Muon, with SketchedAdamW, and with
 shows what a layer loses at the dense network's rate.
 """
 
-__all__ = ["METHODS", "with_layers"]
+__all__ = ["DENSE", "DENSE_RATES", "FRACTIONS", "KINDS", "METHODS", "OTHER_OPTIMIZERS", "sketch_rank", "with_layers"]
 
 import functools
 import warnings
@@ -41,17 +41,18 @@ DENSE_RATES = (1.5e-3,)
 Builder = Callable[[int, int, float, bool], nn.Module]
 
 
-def _rank(in_features: int, out_features: int, fraction: float) -> int:
+def sketch_rank(in_features: int, out_features: int, fraction: float) -> int:
+    """Return the R at which two factors have a fraction of a dense layer's numbers."""
     return max(1, round(fraction * in_features * out_features / (in_features + out_features)))
 
 
 def _pair(in_features: int, out_features: int, fraction: float, bias: bool) -> nn.Module:
-    return LowRank(in_features, out_features, _rank(in_features, out_features, fraction), bias)
+    return LowRank(in_features, out_features, sketch_rank(in_features, out_features, fraction), bias)
 
 
 def _sketched(sketch: str) -> Builder:
     def build(in_features: int, out_features: int, fraction: float, bias: bool) -> nn.Module:
-        rank = _rank(in_features, out_features, fraction)
+        rank = sketch_rank(in_features, out_features, fraction)
         return pr.nn.SKLinear(in_features, out_features, rank, bias=bias, sketch=sketch)
 
     return build
@@ -84,7 +85,7 @@ def _match_outputs(layer: Any, dense: nn.Linear) -> None:
     layer.bias = bias
     if bias is not None:
         bias.copy_(dense.bias)
-    power = 1.0 if isinstance(layer, pr.nn.SKLinear) else 1 / len(factors)  # a sum of products with fixed sketches
+    power = 1 / len(factors) if isinstance(layer, LowRank | pr.nn.MonarchLinear) else 1.0  # else a sum of products
     for p in factors:
         p.mul_(ratio**power)
 
