@@ -59,6 +59,7 @@ class Method:
         first_rates: Learning rates that a sweep begins with, for random weights and width 192.
         most_rates: Largest number of learning rates of a sweep.
         seeds: Seeds; the sweep has the first one.
+        rate_of: Name of a method, measured before, at whose best learning rate the first seed is trained too.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Method:
     first_rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     most_rates: int = 6
     seeds: tuple[int, ...] = (0, 1, 2)
+    rate_of: str = ""
 
     def rates(self, task: OptimizerTask) -> tuple[float, ...]:
         """Return the learning rates that the sweep of a task begins with: lower ones for wide networks."""

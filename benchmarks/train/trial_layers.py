@@ -3,8 +3,8 @@
 The hidden layers of a network are replaced by layers with a quarter or a tenth of their numbers: an SKLinear with
 sparse sketches or with dense signs, a MonarchLinear, or a pair of factors. Beside them stand the dense network, and the
 widest narrower one that has at most as many numbers. The tasks, the sweep of learning rates and the rows are those of
-trial_optimizers.py. A sweep of one seed with Muon, with SketchedAdamW, and with AdamW at the rates that layers state
-shows what a layer loses at the dense network's rate.
+trial_optimizers.py. Each kind is trained at the dense network's best rate too, with one seed, and swept with Muon, with
+SketchedAdamW, and with AdamW at the rates that layers state.
 """
 
 __all__ = ["DENSE", "DENSE_RATES", "FRACTIONS", "KINDS", "METHODS", "OTHER_OPTIMIZERS", "sketch_rank", "with_layers"]
@@ -118,6 +118,7 @@ OTHER_OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] 
     "SketchedAdamW": (functools.partial(sketched_adamw, update="channel", rank=None), 6e-3),
 }
 """Optimizers with the functions for parameter groups, and the learning rate that a sweep of one seed begins with."""
+STACKS_RATE = 1.5e-3  # in place of SketchedAdamW's: AdamW moves the stacks of blocks of Monarch layers
 
 
 def _methods() -> list[Method]:
@@ -126,11 +127,16 @@ def _methods() -> list[Method]:
         builders[f"narrower, {size}"] = functools.partial(narrower, fraction), DENSE_RATES
         for kind, (build, rates) in KINDS.items():
             builders[f"{kind}, {size}"] = functools.partial(with_layers, build, fraction), rates
-    methods = [Method(name, build, adamw, rates) for name, (build, rates) in builders.items()]
+    methods = [
+        Method(name, network, adamw, rates, rate_of="" if name == DENSE else DENSE)
+        for name, (network, rates) in builders.items()
+    ]
     for other, (optimizer, lr) in OTHER_OPTIMIZERS.items():
-        methods += [
-            Method(f"{name}, {other}", build, optimizer, (lr,), seeds=(0,)) for name, (build, _) in builders.items()
-        ]
+        dense = DENSE if other == "stated rates" else f"{DENSE}, {other}"
+        for name, (network, _) in builders.items():
+            first = STACKS_RATE if name.startswith("Monarch") and other == "SketchedAdamW" else lr
+            rate_of = "" if name == DENSE else dense
+            methods.append(Method(f"{name}, {other}", network, optimizer, (first,), seeds=(0,), rate_of=rate_of))
     return methods
 
 

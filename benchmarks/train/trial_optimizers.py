@@ -178,6 +178,8 @@ class Trial:
         """Measure all rows of the method."""
         speed = self.progress.measure(self.case | {"equal": "speed"}, self._measure_step)
         lr = self._sweep()
+        if self.method.rate_of:
+            self._train("steps", self._best_rate_of(self.method.rate_of), self.method.seeds[0], self.task.steps)
         if len(self.method.seeds) == 1:
             return  # a sweep alone
         for seed in self.method.seeds[1:]:
@@ -202,6 +204,11 @@ class Trial:
             if len(losses) >= self.method.most_rates or min(losses) < best < max(losses):
                 return best
             rates = [figure(best / 2 if best == min(losses) else 2 * best)]
+
+    def _best_rate_of(self, method: str) -> float:
+        case = self.case | {"method": method, "equal": "steps", "seed": self.method.seeds[0]}
+        rows = [row for row in self.progress.rows if case.items() <= row.items()]
+        return float(min(rows, key=lambda row: row["chosen_by"])["lr"])
 
     def _measure_step(self) -> Row:
         """Time steps in turns with the baseline's, and measure the peak of memory in a process of its own."""

@@ -58,11 +58,15 @@ def test_all_methods_run_on_images_and_times_are_measured_in_turns(trial):
     progress = trial.Progress()
     seeds = {"AdamW": (0, 1), "tensor, rank 1": (0, 1), "Muon": (0,)}
     methods = [replace(METHODS[name], most_rates=1, seeds=of_method) for name, of_method in seeds.items()]
+    methods[-1] = replace(methods[-1], first_rates=(0.1,), rate_of="AdamW")
     assert [task.name for task in trial.run(["images"], methods, progress, quick=True)] == ["images"] * 3
     kinds = {name: [row["equal"] for row in progress.rows if row["method"] == name] for name in seeds}
     swept = ["speed", *["steps"] * 3]
-    expected = {"AdamW": [*swept, "steps"], "tensor, rank 1": [*swept, "steps", "time", "time"], "Muon": swept}
+    expected = {"AdamW": [*swept, "steps"], "tensor, rank 1": [*swept, "steps", "time", "time"], "Muon": swept[:3]}
     assert kinds == expected
+    first = [row for row in progress.rows if row.get("seed") == 0 and row["equal"] == "steps"]
+    best = min((row for row in first if row["method"] == "AdamW"), key=lambda row: row["chosen_by"])
+    assert [row["lr"] for row in first if row["method"] == "Muon"] == [0.1, best["lr"]]
     assert all(row["x_adamw"] > 0 for row in progress.rows if row["equal"] == "speed")
 
 
