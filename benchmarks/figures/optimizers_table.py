@@ -9,6 +9,7 @@ __all__ = ["method_table", "rates_table", "summary_table"]
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -73,41 +74,46 @@ def summary_table(tables: Sequence[tuple[str, Rows]]) -> str:
 
 
 def rates_table(tables: Sequence[tuple[str, Rows]]) -> str:
-    """Return the loss of each kind of layer at the dense network's best rate and at its own, for the first seed.
+    """Return what each kind of layer loses at the dense network's best rate, for the first seed.
+
+    A cell has the loss at this rate less the loss at the layer's own best rate, which follows as a multiple of it.
 
     Args:
         tables: As for :func:`summary_table`.
     """
-    lines = []
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for name, runs in tables:
-        for optimizer in ("", *OTHER_OPTIMIZERS):
-            methods = dict.fromkeys(row["method"] for row in runs if _optimizer_of(row["method"]) == optimizer)
-            sweeps = {method.removesuffix(f", {optimizer}"): _sweep(runs, method) for method in methods}
-            dense = sweeps.pop(DENSE, None) or _sweep(runs, DENSE)  # layers state rates for AdamW
-            dense_rate = min(dense, key=dense.__getitem__)
-            for kind, losses in sweeps.items():
-                best = min(losses, key=losses.__getitem__)
-                at_dense = losses.get(dense_rate)
-                lines.append(
-                    [
-                        " ".join(name.rsplit("-", 1)),
-                        optimizer or "AdamW",
-                        kind,
-                        f"{dense_rate:g}",
-                        "" if at_dense is None else f"{at_dense:.3f}",
-                        f"{best:g}",
-                        f"{losses[best]:.3f}",
-                        "" if at_dense is None else f"{at_dense - losses[best]:.3f}",
-                    ]
-                )
-    head = ("", "Optimizer", "Layer", "Dense rate", "Loss there", "Best rate", "Loss there", "Lost")
-    return _csv_table("Loss at the dense network's best rate and at the layer's own, one seed", [head, *lines])
+        dense_rates = {"": _best_rate(_sweep(runs, DENSE))}  # of AdamW
+        for method in dict.fromkeys(row["method"] for row in runs):
+            optimizer = _optimizer_of(method)
+            layer, sweep = method.removesuffix(f", {optimizer}"), _sweep(runs, method)
+            best = _best_rate(sweep)
+            if layer == DENSE:
+                dense_rates[optimizer] = best
+            dense_rate = dense_rates.get(optimizer, dense_rates[""])  # layers state rates for AdamW
+            lost = sweep[dense_rate][1] - sweep[best][1] if dense_rate in sweep else None
+            times = f"×{2 ** round(math.log2(best / dense_rate)):g}"
+            cell = times if lost is None else f"{lost:.3f} {times}"
+            cells.setdefault((optimizer, layer), {})[name] = f"{best:g}" if layer == DENSE else cell
+    names = list(dict.fromkeys(name for name, _ in tables))
+    lines = [
+        [optimizer or "AdamW", layer, *(of_layer.get(name, "") for name in names)]
+        for (optimizer, layer), of_layer in cells.items()
+    ]
+    order = ["AdamW", *OTHER_OPTIMIZERS]
+    lines.sort(key=lambda line: (order.index(line[0]), line[1] != DENSE))
+    head = ("Optimizer", "Layer", *(" ".join(name.rsplit("-", 1)) for name in names))
+    return _csv_table("Loss at the dense network's rate less the least loss, and ×best rate, one seed", [head, *lines])
 
 
-def _sweep(runs: Rows, method: str) -> dict[float, float]:
-    """Return the losses of the first seed after equal steps, by learning rate."""
+def _sweep(runs: Rows, method: str) -> dict[float, tuple[float, float]]:
+    """Return the losses to choose by and to report, of the first seed after equal steps, by learning rate."""
     of_method = [row for row in runs if (row["method"], row["equal"], row["seed"]) == (method, "steps", "0")]
-    return {float(row["lr"]): float(row["loss"]) for row in of_method}
+    return {float(row["lr"]): (float(row["chosen_by"]), float(row["loss"])) for row in of_method}
+
+
+def _best_rate(sweep: dict[float, tuple[float, float]]) -> float:
+    return min(sweep, key=lambda lr: sweep[lr])
 
 
 def _optimizer_of(method: str) -> str:

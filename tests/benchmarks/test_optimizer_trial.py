@@ -111,17 +111,23 @@ def test_rates_are_compared_with_those_of_the_dense_network_under_the_same_optim
 
     def rows(method, losses):
         common = {"method": method, "equal": "steps", "seed": "0"}
-        return [common | {"lr": str(lr), "loss": str(loss)} for lr, loss in losses.items()]
+        return [
+            common | {"lr": str(lr), "chosen_by": str(chosen_by), "loss": str(loss)}
+            for lr, (chosen_by, loss) in losses.items()
+        ]
 
     runs = [
-        *rows("dense", {0.001: 2.0, 0.002: 2.5}),
-        *rows("Monarch, a tenth", {0.002: 2.25, 0.004: 2.5}),
-        *rows("Monarch, a tenth, stated rates", {0.001: 2.375, 0.002: 2.125}),
-        *rows("dense, Muon", {0.004: 3.0, 0.008: 2.0}),
-        *rows("Monarch, a tenth, Muon", {0.004: 1.0, 0.008: 1.5}),
+        *rows("dense", {0.001: (2.0, 2.1), 0.002: (2.5, 2.0)}),
+        *rows("Monarch, a tenth", {0.002: (2.25, 2.25), 0.004: (2.5, 2.5)}),
+        *rows("Monarch, a tenth, stated rates", {0.001: (2.375, 2.375), 0.002: (2.125, 2.25)}),
+        *rows("dense, Muon", {0.004: (3.0, 3.0), 0.008: (2.0, 2.0)}),
+        *rows("Monarch, a tenth, Muon", {0.004: (1.0, 1.0), 0.008: (1.5, 1.5)}),
     ]
-    assert rates_table([("words-96", runs)]).rstrip().splitlines()[4:] == [
-        '   words 96,AdamW,"Monarch, a tenth",0.001,,0.002,2.250,',
-        '   words 96,stated rates,"Monarch, a tenth",0.001,2.375,0.002,2.125,0.250',
-        '   words 96,Muon,"Monarch, a tenth",0.008,1.500,0.004,1.000,0.500',
+    assert rates_table([("words-96", runs)]).rstrip().splitlines()[3:] == [
+        "   Optimizer,Layer,words 96",
+        "   AdamW,dense,0.001",
+        '   AdamW,"Monarch, a tenth",×2',
+        '   stated rates,"Monarch, a tenth",0.125 ×2',
+        "   Muon,dense,0.008",
+        '   Muon,"Monarch, a tenth",0.500 ×0.5',
     ]
