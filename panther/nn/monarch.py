@@ -137,6 +137,13 @@ class MonarchLinear(LinearGeometry, FactoredModule):
         """Factors of AdamW's learning rate, with which both factors move the outputs as much as a dense weight does."""
         return {"down": self.num_blocks[0] / 2, "up": self._block_sizes[0] / (2 * self.rank)}
 
+    @property
+    def muon_rate_factors(self) -> Mapping[str, float]:
+        """The same for orthogonalised updates, whose norm is as the root of the longer side of a matrix."""
+        longest, (m1, n2), (m2, n1) = max(self.in_features, self.out_features), self.num_blocks, self._block_sizes
+        sides = {"down": max(m2, self.rank * n2), "up": max(m1 * self.rank, n1)}
+        return {name: math.sqrt(longest / (2 * side)) for name, side in sides.items()}
+
     @classmethod
     def describe_form(cls, arguments: Mapping[str, Any], mode: str = "stored") -> str:
         """Return the numbers of blocks and the rank in words."""

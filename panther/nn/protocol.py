@@ -242,6 +242,11 @@ class CompressedModule(nn.Module):
         return {}
 
     @property
+    def muon_rate_factors(self) -> Mapping[str, float]:
+        """The same for the learning rate of orthogonalised updates."""
+        return {}
+
+    @property
     def inner_rank(self) -> int | None:
         """Numbers in each row between the two products of a layer of factors; None of a layer of one product."""
         return None

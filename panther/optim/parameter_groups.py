@@ -44,7 +44,8 @@ def param_groups(
     Args:
         model: The model.
         lr: Learning rate of parameters that are not orthogonalised, times the factors that their layers state.
-        factor_lr: Learning rate of orthogonalised matrices; None is 4 times ``lr``.
+        factor_lr: Learning rate of orthogonalised matrices; None is 4 times ``lr``. Layers may state factors of it,
+            such as :attr:`MonarchLinear.muon_rate_factors <panther.nn.MonarchLinear.muon_rate_factors>`.
         weight_decay: Weight decay of all parameters except for vectors, at the rate ``lr``: orthogonalised matrices
             decay as fast as the rest.
         include: Whether the matrices of a layer are hidden, from its name and the layer itself. None selects all
@@ -77,10 +78,10 @@ def param_groups(
         for p in layer.parameters(recurse=False)
     }
     hidden, rest, vectors = _split(model, include, 2 if include is None else 1, {2, 3})
-    muon = {"lr": factor_lr, "orthogonalize": True, "weight_decay": decay}
+    muon: dict[str, Any] = {"lr": factor_lr, "orthogonalize": True, "weight_decay": decay}
     # Two groups, so that checkpoints in which dense matrices had AdamW's moments can be loaded.
     groups: list[dict[str, Any]] = [
-        {"params": [entry for entry in hidden if entry[1] in factors], **muon},
+        *_by_rate(model, [entry for entry in hidden if entry[1] in factors], **muon, states="muon_rate_factors"),
         {"params": [entry for entry in hidden if entry[1] not in factors], **muon},
         *_by_rate(model, rest, lr, weight_decay, orthogonalize=False),
         {"params": vectors, "lr": lr, "orthogonalize": False, "weight_decay": 0.0},
@@ -88,17 +89,24 @@ def param_groups(
     return [group for group in groups if group["params"]]
 
 
-def _by_rate(model: nn.Module, entries: list[_Entry], lr: float, decay: float, **settings: Any) -> list[dict[str, Any]]:
-    """Return groups of the parameters that AdamW moves, with the rates that their layers state and equal decay."""
+def _by_rate(
+    model: nn.Module,
+    entries: list[_Entry],
+    lr: float,
+    weight_decay: float,
+    states: str = "rate_factors",
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Return groups of the parameters with the rates that their layers state and equal decay."""
     factors: dict[Tensor, float] = {
-        p: layer.rate_factors[name]
+        p: getattr(layer, states)[name]
         for _, layer in compressed_layers(model)
         for name, p in layer.named_parameters(recurse=False)
-        if name in layer.rate_factors
+        if name in getattr(layer, states)
     }
     return [
         {"params": [entry for entry in entries if factors.get(entry[1], 1.0) == factor]}
-        | {"lr": factor * lr, "weight_decay": decay / factor, **settings}
+        | {"lr": factor * lr, "weight_decay": weight_decay / factor, **settings}
         for factor in dict.fromkeys(factors.get(p, 1.0) for _, p in entries)
     ]
 

@@ -114,6 +114,28 @@ def test_adamw_gets_the_rates_that_layers_state():
     torch.testing.assert_close(before - layer.up, torch.full_like(before, 0.01 * inputs / 4))
 
 
+def test_muon_gets_the_rates_that_layers_state():
+    torch.manual_seed(0)
+    layer = MonarchLinear(192, 96, rank=2, bias=False)
+    model = nn.Sequential(nn.Linear(8, 192), layer, pr.nn.SKLinear(96, 96, 4), nn.Linear(96, 3))
+    groups = [group for group in param_groups(model, lr=0.01, weight_decay=0.2) if group["orthogonalize"]]
+    found = {name: group for group in groups for name, _ in group["params"]}
+    assert {name: group["lr"] for name, group in found.items() if name[0] != "1"} == dict.fromkeys(
+        ("2.S1", "2.S2", "0.weight"), 0.04
+    )
+    # Both products together move the outputs as far as an update of a dense weight does, whose norm is known.
+    before, x = layer.weight.detach(), torch.randn(4096, 192)
+    for p, name in ((layer.down, "1.down"), (layer.up, "1.up")):
+        (m, n), longest = p.shape[1:], 192
+        assert found[name]["lr"] == pytest.approx(0.04 * (longest / (2 * max(m, n))) ** 0.5)
+        assert found[name]["lr"] * found[name]["weight_decay"] == pytest.approx(0.01 * 0.2)
+    optimizer = MuonAdamW(param_groups(model, lr=1e-4, weight_decay=0.0))
+    nn.functional.mse_loss(layer(x), torch.randn(4096, 96)).backward()
+    optimizer.step()
+    moved = torch.linalg.matrix_norm(layer.weight.detach() - before, ord=2)
+    assert 0.25 < moved / (0.2 * 4e-4 * 192**0.5) < 4
+
+
 def test_an_embedding_by_shape():
     shapes = [(16, 8), (16,), (20_000, 8), (8, 16), (8,), (3, 8)]
     optimizer = MuonAdamW([nn.Parameter(torch.zeros(shape)) for shape in shapes])
