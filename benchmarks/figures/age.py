@@ -95,6 +95,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "benchmarks/train/optimizer_tasks.py",
         "panther/optim",
     ),
+    "places": ("benchmarks/train/trial_places.py", "benchmarks/train/trial_layers.py", "panther/nn/linear.py"),
     "quantized-decoder": ("benchmarks/layers/quantized_decoder.py", "kernels/cpu/native", "panther/nn/quantized"),
     "quantized": ("benchmarks/layers/quantized.py", "panther/nn/quantized", "kernels/cpu"),
     "quantized-conv": ("benchmarks/layers/quantized_conv.py", "panther/nn/quantized", "kernels/cpu"),

@@ -2,10 +2,11 @@
 
 They go to files .inc of docs/benchmarks, one a subject: for each task and width, what each method reaches at
 equal steps and at equal time, the memory of its states, and the time of a step. optimizers-summary.inc has the losses
-of the main methods on all tasks, and layers-rates.inc what a kind of layer loses at the rate of the dense network.
+of the main methods on all tasks, layers-summary.inc those of all kinds of layers, and layers-rates.inc what a kind of
+layer loses at the rate of the dense network.
 """
 
-__all__ = ["method_table", "rates_table", "summary_table"]
+__all__ = ["layers_table", "method_table", "rates_table", "summary_table"]
 
 import csv
 import io
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from benchmarks.figures.frontier_table import cpu_name, short
 from benchmarks.figures.layout import by_cpu
 from benchmarks.harness import RESULTS, ROOT
-from benchmarks.train.trial_layers import DENSE, OTHER_OPTIMIZERS
+from benchmarks.train.trial_layers import DENSE, FRACTIONS, KINDS, OTHER_OPTIMIZERS
 
 PAGES = ROOT / "docs" / "benchmarks"
 COLUMNS = ("", "Equal steps", "Seeds differ by", "Equal time", "States MB", "Peak MB", "Step")
@@ -62,15 +63,36 @@ def summary_table(tables: Sequence[tuple[str, Rows]]) -> str:
     Args:
         tables: The task and width, and the runs, of each table of :func:`method_table`.
     """
-    lines = []
-    for name, runs in tables:
-        cells = []
-        for method in MAIN_METHODS:
-            of_method = [row for row in runs if row["method"] == method]
-            losses = [_best_losses(of_method, equal) for equal in ("steps", "time")]
-            cells.append(" / ".join(f"{statistics.mean(values):.3f}" for values in losses if values))
-        lines.append([" ".join(name.rsplit("-", 1)), *cells])
+    lines = [
+        [" ".join(name.rsplit("-", 1)), *(_mean_losses(runs, method) for method in MAIN_METHODS)]
+        for name, runs in tables
+    ]
     return _csv_table("Losses after equal steps / after equal time", [("", *MAIN_METHODS), *lines])
+
+
+def layers_table(tables: Sequence[tuple[str, Rows]]) -> str:
+    """Return the mean losses of all kinds of layers, at equal steps and at equal time, a line for each task and size.
+
+    Args:
+        tables: As for :func:`summary_table`.
+    """
+    kinds = ("narrower", *KINDS)
+    lines = [
+        [
+            f"{' '.join(name.rsplit('-', 1))}, {size}",
+            _mean_losses(runs, DENSE),
+            *(_mean_losses(runs, f"{kind}, {size}") for kind in kinds),
+        ]
+        for name, runs in tables
+        for size in FRACTIONS
+    ]
+    return _csv_table("Losses after equal steps / after equal time", [("", DENSE, *kinds), *lines])
+
+
+def _mean_losses(runs: Rows, method: str) -> str:
+    of_method = [row for row in runs if row["method"] == method]
+    losses = [_best_losses(of_method, equal) for equal in ("steps", "time")]
+    return " / ".join(f"{statistics.mean(values):.3f}" for values in losses if values)
 
 
 def rates_table(tables: Sequence[tuple[str, Rows]]) -> str:
@@ -160,6 +182,7 @@ def main() -> None:
         if subject == SUMMARIZED:
             pages[f"{subject}-summary"] = GENERATED + summary_table(tables)
         if subject == SWEPT:
+            pages[f"{subject}-summary"] = GENERATED + layers_table(tables)
             pages[f"{subject}-rates"] = GENERATED + rates_table(tables)
         for page, content in pages.items():
             path = PAGES / f"{page}.inc"

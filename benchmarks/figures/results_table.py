@@ -280,7 +280,7 @@ LINES = (
         where={"link": "100 Mbit/s"},
     ),
     Line(
-        "Text, a network of equal bytes and steps, loss",
+        "Text, a network of equal bytes and steps, dense signs, Muon, loss",
         "train-scratch",
         _same(f"scratch-text-transformer{_AMD}"),
         "loss",
@@ -288,6 +288,22 @@ LINES = (
         {"form": "dense, narrower", "lr": "0.004"},
         "a narrower dense network",
         where={"optimizer": "Muon", "equal": "steps"},
+    ),
+    *(
+        Line(
+            f"Characters, a quarter of the numbers, AdamW, equal {equal}, loss",
+            "train-scratch",
+            _same(f"layers-characters-192{_AMD}"),
+            "loss",
+            ours,
+            {"method": "narrower, a quarter", "lr": "0.0015"},
+            "a narrower dense network",
+            where={"equal": equal},
+        )
+        for equal, ours in (
+            ("steps", {"method": "Monarch, a quarter", "lr": "0.006"}),
+            ("time", {"method": "sparse, a quarter", "lr": "0.003"}),
+        )
     ),
     Line(
         "Text on two processes, 500 steps, loss",

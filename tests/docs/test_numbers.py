@@ -48,14 +48,28 @@ def mean_loss(form):
     return sum(losses) / 3
 
 
-def loss_of_layers(method, equal="steps"):
+LAYERS = [f"layers-{task}-{width}" for task in ("characters", "images", "words") for width in (192, 512)]
+
+
+def loss_of_layers(method, equal="steps", trial=LAYERS[0]):
     """Mean over three seeds of a kind of layers; of a sweep, one rate has all seeds."""
     losses = {}
-    for row in rows("layers-characters-192-cpu-intel-xeon-threads-1"):
+    for row in rows(f"{trial}-cpu-amd-epyc-threads-1"):
         if (row["method"], row["equal"]) == (method, equal):
             losses.setdefault(row["lr"], []).append(float(row["loss"]))
     (seeds,) = [values for values in losses.values() if len(values) == 3]
     return sum(seeds) / 3
+
+
+def lines_of_layers(first, second, equal):
+    """In how many of twelve lines, three tasks, two widths and two sizes, the first kinds are ahead of the others."""
+    lines = [(trial, size) for trial in LAYERS for size in ("a quarter", "a tenth")]
+    assert len(lines) == 12
+    return sum(
+        max(loss_of_layers(f"{kind}, {size}", equal, trial) for kind in first)
+        < min(loss_of_layers(f"{kind}, {size}", equal, trial) for kind in second)
+        for trial, size in lines
+    )
 
 
 def fewer_bytes(case):
@@ -208,6 +222,8 @@ FIRST_PAGES = [
     ("network is ahead with {};", lambda: loss_of_layers("narrower, a quarter", "time"), 3),
     ("SKLinear has {} and", lambda: loss_of_layers("sparse, a quarter", "time"), 3),
     ("and the pairs {}", lambda: loss_of_layers("pair, a quarter", "time"), 3),
+    ("behind both in {} of 12 lines", lambda: lines_of_layers(("Monarch", "sparse"), ("narrower",), "steps"), 0),
+    ("ahead of both in {} after", lambda: lines_of_layers(("narrower",), ("Monarch", "sparse"), "time"), 0),
     ("takes {} s with dense layers", lambda: slow_link("dense, ddp", "step_ms"), 2),
     ("layers and {} s with sketched ones", lambda: slow_link("sketched, ddp", "step_ms"), 2),
     ("shorten both to {} s: the bf16", lambda: slow_link("sketched, ddp, bf16 hook", "step_ms"), 2),
