@@ -86,7 +86,9 @@ def layers_table(tables: Sequence[tuple[str, Rows]]) -> str:
         for name, runs in tables
         for size in FRACTIONS
     ]
-    return _csv_table("Losses after equal steps / after equal time", [("", DENSE, *kinds), *lines])
+    return _csv_table(
+        "Losses after equal steps / after equal time, means of three seeds", [("", DENSE, *kinds), *lines]
+    )
 
 
 def _mean_losses(runs: Rows, method: str) -> str:

@@ -61,6 +61,21 @@ def loss_of_layers(method, equal="steps", trial=LAYERS[0]):
     return sum(seeds) / 3
 
 
+def loss_under_muon(kind):
+    """The loss of the first seed at the rate that is chosen."""
+    wanted = {"method": f"{kind}, a quarter, Muon", "equal": "steps", "seed": "0"}
+    runs = [row for row in rows(f"{LAYERS[0]}-cpu-amd-epyc-threads-1") if wanted.items() <= row.items()]
+    return float(min(runs, key=lambda row: float(row["chosen_by"]))["loss"])
+
+
+def time_beside_monarch():
+    """Time of a step with SKLinear and with pairs, beside Monarch layers: their mean."""
+    name = f"{LAYERS[0]}-speed-cpu-amd-epyc-threads-1"
+    times = [one(name, "x_adamw", method=f"{kind}, a quarter, Muon") for kind in ("sparse", "pair", "Monarch")]
+    assert abs(times[0] - times[1]) < 0.1 * times[0]
+    return (times[0] + times[1]) / 2 / times[2]
+
+
 def lines_of_layers(first, second, equal):
     """In how many of twelve lines, three tasks, two widths and two sizes, the first kinds are ahead of the others."""
     lines = [(trial, size) for trial in LAYERS for size in ("a quarter", "a tenth")]
@@ -190,8 +205,10 @@ WHICH_TOOL = [
     ("its loss is {} % higher", lambda: 100 * smollm2("loss_ratio") - 100, 0),
     ("transformer of text has a loss of {}, and", lambda: mean_loss("dense, narrower"), 3),
     ("a sketched one of as many bytes {}", lambda: mean_loss("sketched"), 3),
-    ("and Muon the loss is {}", lambda: mean_loss("sketched"), 3),
-    ("Plain low-rank layers reach {}", lambda: mean_loss("low rank"), 3),
+    ("of characters has a loss of {}, SKLinear", lambda: loss_under_muon("Monarch"), 3),
+    ("SKLinear {} and plain", lambda: loss_under_muon("sparse"), 3),
+    ("low-rank layers {}. The last two", lambda: loss_under_muon("pair"), 3),
+    ("The last two take {} of the time", time_beside_monarch, 2),
     ("A step sends {} times fewer bytes than dense", lambda: fewer_bytes("data parallel, ddp"), 1),
     ("pair sends {} times fewer bytes than of a dense", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
     ("it is {} times as fast as a pair of nn.Conv2d", pair_of_convolutions, 2),
