@@ -135,7 +135,7 @@ def _checked(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> "Trai
     """Return the configuration. Raise for errors that can be found before processes start."""
     from panther.train import TrainConfig
 
-    for key in settings:
+    for key in (key for key in settings if key not in TrainConfig.__dataclass_fields__):
         # These names are short, so that one wrong letter changes more of them than of the names of settings.
         spelled = difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7)
         if (near := near_name(key, _FUNCTIONS) or next(iter(spelled), None)) is not None:

@@ -106,6 +106,24 @@ def test_default_optimizers_select_matrices_by_themselves():
     assert numbers["SketchedAdamW"] < numbers["AdamW"]
 
 
+def test_losses_of_layers_stand_in_a_line_for_each_size():
+    from benchmarks.figures.optimizers_table import layers_table
+
+    losses = {"dense": (2.0, ""), "narrower, a quarter": (2.5, 1.5), "Monarch, a quarter": (2.25, 1.75)}
+    runs = [
+        {"method": method, "equal": equal, "lr": "0.1", "loss": str(loss + shift)}
+        for method, of_method in losses.items()
+        for equal, loss in zip(("steps", "time"), of_method, strict=True)
+        for shift in (-0.125, 0.125)
+        if loss
+    ]
+    assert layers_table([("words-96", runs)]).rstrip().splitlines()[3:] == [
+        "   ,dense,narrower,sparse,signs,pair,Monarch",
+        '   "words 96, a quarter",2.000,2.500 / 1.500,,,,2.250 / 1.750',
+        '   "words 96, a tenth",2.000,,,,,',
+    ]
+
+
 def test_rates_are_compared_with_those_of_the_dense_network_under_the_same_optimizer():
     from benchmarks.figures.optimizers_table import rates_table
 

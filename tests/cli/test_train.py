@@ -1,5 +1,6 @@
 """panther train as users type it."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from torch import nn
 import panther as pr
 from panther.cli import main
 from panther.distributed import checkpoint
+from panther.train import TrainConfig
 
 WORK = """
 import os, signal, torch
@@ -127,6 +129,19 @@ def test_a_scheduler(work):
     assert main([*arguments, "--log-every-n-steps=1"]) == 0
     rows = map(json.loads, Path("runs", "log.jsonl").read_text().splitlines())
     assert {row["learning_rate"] for row in rows if "loss" in row} == {0.01, 0.005}
+
+
+def test_no_name_of_a_setting_is_taken_for_a_slip(work):
+    """Such as ``schedule``, which is near to ``scheduler``."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    settings = {name: value for name, value in defaults.items() if isinstance(value, str | int | float)}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    head = TOML.format(work=work).partition("[train]")[0]
+    Path("run.toml").write_text("\n".join([head, "[train]", *lines]))
+    given = ["--max-steps=2", "--learning-rate=0.01", "--schedule=cosine", "--batch-size=8", "--log-every-n-steps=1"]
+    assert len(lines) > 20
+    assert main(["train", "--config", "run.toml", *given, "--checkpoint-dir=runs"]) == 0
+    assert [row["learning_rate"] for row in log() if "loss" in row] == [0.01, 0.005]
 
 
 def test_export(work):
