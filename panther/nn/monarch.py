@@ -139,7 +139,7 @@ class MonarchLinear(LinearGeometry, FactoredModule):
 
     @property
     def muon_rate_factors(self) -> Mapping[str, float]:
-        """The same for orthogonalised updates, whose norm is as the root of the longer side of a matrix."""
+        """Factors of Muon's learning rate: an update's norm is in proportion to the root of a matrix's longer side."""
         longest, (m1, n2), (m2, n1) = max(self.in_features, self.out_features), self.num_blocks, self._block_sizes
         sides = {"down": max(m2, self.rank * n2), "up": max(m1 * self.rank, n1)}
         return {name: math.sqrt(longest / (2 * side)) for name, side in sides.items()}

@@ -243,7 +243,7 @@ class CompressedModule(nn.Module):
 
     @property
     def muon_rate_factors(self) -> Mapping[str, float]:
-        """The same for the learning rate of orthogonalised updates."""
+        """Factors of Muon's learning rate in the same form."""
         return {}
 
     @property
