@@ -119,15 +119,23 @@ def rates_table(tables: Sequence[tuple[str, Rows]]) -> str:
             times = f"×{2 ** round(math.log2(best / dense_rate)):g}"
             cell = times if lost is None else f"{lost:.3f} {times}"
             cells.setdefault((optimizer, layer), {})[name] = f"{best:g}" if layer == DENSE else cell
-    names = list(dict.fromkeys(name for name, _ in tables))
-    lines = [
-        [optimizer or "AdamW", layer, *(of_layer.get(name, "") for name in names)]
-        for (optimizer, layer), of_layer in cells.items()
-    ]
-    order = ["AdamW", *OTHER_OPTIMIZERS]
-    lines.sort(key=lambda line: (order.index(line[0]), line[1] != DENSE))
-    head = ("Optimizer", "Layer", *(" ".join(name.rsplit("-", 1)) for name in names))
-    return _csv_table("Loss at the dense network's rate less the least loss, and ×best rate, one seed", [head, *lines])
+    parts = []
+    for optimizer in ("", *OTHER_OPTIMIZERS):
+        of_layer = {layer: row for (of, layer), row in cells.items() if of == optimizer}
+        names = [
+            name for name in dict.fromkeys(name for name, _ in tables) if any(name in row for row in of_layer.values())
+        ]
+        lines = [[layer, *(row.get(name, "") for name in names)] for layer, row in of_layer.items()]
+        lines.sort(key=lambda line: line[0] != DENSE)
+        if lines:
+            head = ("", *(" ".join(name.rsplit("-", 1)) for name in names))
+            parts.append(
+                _csv_table(
+                    f"{optimizer or 'AdamW'}: loss less the least, at the dense network's rate, ×best rate",
+                    [head, *lines],
+                )
+            )
+    return "".join(parts)
 
 
 def _sweep(runs: Rows, method: str) -> dict[float, tuple[float, float]]:
