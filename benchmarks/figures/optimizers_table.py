@@ -107,14 +107,12 @@ def rates_table(tables: Sequence[tuple[str, Rows]]) -> str:
     """
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for name, runs in tables:
-        dense_rates = {"": _best_rate(_sweep(runs, DENSE))}  # of AdamW
-        for method in dict.fromkeys(row["method"] for row in runs):
+        sweeps = {method: _sweep(runs, method) for method in dict.fromkeys(row["method"] for row in runs)}
+        for method, sweep in sweeps.items():
             optimizer = _optimizer_of(method)
-            layer, sweep = method.removesuffix(f", {optimizer}"), _sweep(runs, method)
+            layer = method.removesuffix(f", {optimizer}")
+            dense_rate = _best_rate(sweeps.get(f"{DENSE}, {optimizer}", sweeps[DENSE]))  # layers state rates for AdamW
             best = _best_rate(sweep)
-            if layer == DENSE:
-                dense_rates[optimizer] = best
-            dense_rate = dense_rates.get(optimizer, dense_rates[""])  # layers state rates for AdamW
             lost = sweep[dense_rate][1] - sweep[best][1] if dense_rate in sweep else None
             times = f"×{2 ** round(math.log2(best / dense_rate)):g}"
             cell = times if lost is None else f"{lost:.3f} {times}"

@@ -295,14 +295,14 @@ LINES = (
             "train-scratch",
             _same(f"layers-characters-192{_AMD}"),
             "loss",
-            ours,
-            {"method": "narrower, a quarter", "lr": "0.0015"},
-            "a narrower dense network",
+            {"method": ours, "lr": lr},
+            {"method": theirs, "lr": "0.0015"},
+            name,
             where={"equal": equal},
         )
-        for equal, ours in (
-            ("steps", {"method": "Monarch, a quarter", "lr": "0.006"}),
-            ("time", {"method": "sparse, a quarter", "lr": "0.003"}),
+        for equal, ours, lr, theirs, name in (
+            ("steps", "Monarch, a quarter", "0.006", "pair, a quarter", "a pair of nn.Linear"),
+            ("time", "sparse, a quarter", "0.003", "narrower, a quarter", "a narrower dense network"),
         )
     ),
     Line(

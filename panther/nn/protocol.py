@@ -243,7 +243,7 @@ class CompressedModule(nn.Module):
 
     @property
     def muon_rate_factors(self) -> Mapping[str, float]:
-        """Factors of Muon's learning rate in the same form."""
+        """Factors of Muon's learning rate by the name of the parameter; functions for parameter groups apply them."""
         return {}
 
     @property

@@ -79,9 +79,9 @@ def param_groups(
     }
     hidden, rest, vectors = _split(model, include, 2 if include is None else 1, {2, 3})
     muon: dict[str, Any] = {"lr": factor_lr, "orthogonalize": True, "weight_decay": decay}
-    # Two groups, so that checkpoints in which dense matrices had AdamW's moments can be loaded.
+    # Factors and dense matrices apart: checkpoints in which the latter had AdamW's moments can be loaded.
     groups: list[dict[str, Any]] = [
-        *_by_rate(model, [entry for entry in hidden if entry[1] in factors], **muon, states="muon_rate_factors"),
+        *_by_rate(model, [entry for entry in hidden if entry[1] in factors], **muon, attribute="muon_rate_factors"),
         {"params": [entry for entry in hidden if entry[1] not in factors], **muon},
         *_by_rate(model, rest, lr, weight_decay, orthogonalize=False),
         {"params": vectors, "lr": lr, "orthogonalize": False, "weight_decay": 0.0},
@@ -94,15 +94,15 @@ def _by_rate(
     entries: list[_Entry],
     lr: float,
     weight_decay: float,
-    states: str = "rate_factors",
+    attribute: str = "rate_factors",
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Return groups of the parameters with the rates that their layers state and equal decay."""
     factors: dict[Tensor, float] = {
-        p: getattr(layer, states)[name]
+        p: getattr(layer, attribute)[name]
         for _, layer in compressed_layers(model)
         for name, p in layer.named_parameters(recurse=False)
-        if name in getattr(layer, states)
+        if name in getattr(layer, attribute)
     }
     return [
         {"params": [entry for entry in entries if factors.get(entry[1], 1.0) == factor]}
